@@ -21,7 +21,15 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, TrainerCallback
 from transformers.activations import ACT2FN
 
-from llava.families import DEEPSTACK, family_of, projector_path, refuse, text_embedding
+from llava.families import (
+    DEEPSTACK,
+    family_of,
+    first_tensors,
+    is_floating,
+    projector_path,
+    refuse,
+    text_embedding,
+)
 from llava.model.multimodal_projector.norm import (
     EPS,
     MIN_GAIN,
@@ -242,7 +250,7 @@ def _insert(model: PreTrainedModel, record: dict[str, Any]) -> None:
 
 def _end_with_norm(projector: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """The hook, a function of the module alone, so that a copy of the projector applies its own norm."""
-    if not next(iter((*args, *kwargs.values()))).is_floating_point():  # Ovis also looks its picture markers up
+    if not is_floating(first_tensors(args, kwargs)):  # Ovis also looks its picture markers up
         return output
     norm = projector.get_submodule(CHILD)
     if isinstance(output, list):  # a tensor per picture

@@ -43,7 +43,10 @@ class Family:
         prompt: the processor's text for a family without a chat template, with `{picture}` and `{prompt}` in it.
         picture: what stands for `{picture}`; a sample without a picture has nothing there.
         one_by_one: pictures of different shapes cannot be in one batch, so a batch holds one sample.
-        page_lists: the processor takes a list of pictures for the pages of one, so pictures are given without lists.
+        page_lists: the processor takes a list of pictures for the pages of one (GOT-OCR2) or refuses it (Kimi-VL), so
+            pictures are given without lists.
+        own_code: its repository has its code, written for transformers 4 (`llava.analysis.remote_code`).
+        embedding: the text embedding, where `get_input_embeddings` does not give it.
     """
 
     layers: str | None = None
@@ -58,6 +61,8 @@ class Family:
     picture: str = "<image>"
     one_by_one: bool = False
     page_lists: bool = False
+    own_code: bool = False
+    embedding: str | None = None
 
 
 # By model_type.
@@ -92,6 +97,7 @@ FAMILIES = {
     # Code of their own repositories (--trust-remote-code).
     "ovis2_5": Family(
         layers="llm.model.layers",
+        embedding="llm.model.embed_tokens",
         projector="vte",
         features="input:visual_tokenizer.head",
         vocabulary="vte",
@@ -99,8 +105,9 @@ FAMILIES = {
         auto_class="AutoModelForCausalLM",
         own_inputs=True,
         one_by_one=True,
+        own_code=True,
     ),
-    "kimi_vl": Family(auto_class="AutoModelForCausalLM"),
+    "kimi_vl": Family(auto_class="AutoModelForCausalLM", page_lists=True, own_code=True),
 }
 
 _CROSS = "its LLM looks at the picture by cross-attention, so no visual token enters it"
@@ -152,7 +159,7 @@ class Features(NamedTuple):
             ValueError: the module takes the tokens of two encoders.
         """
         arguments = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        rows = output if self.side == "output" else arguments[0]
+        rows = output if self.side == "output" else first_tensors(args, kwargs)
         if self.side == "input" and sum(value.is_floating_point() and value.ndim > 2 for value in arguments) > 1:
             raise ValueError(
                 f"{type(self.module).__name__} takes tokens of more than one vision encoder; name the one to measure "
@@ -220,7 +227,7 @@ def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | Non
     Raises:
         ValueError: a part is not found or ambiguous; says how to name it.
     """
-    embedding = text_embedding(model)
+    embedding = _submodule(model, family.embedding, "families.py") if family.embedding else text_embedding(model)
     layers = decoder_layers(model, embedding, family.layers)
     projector = model.get_submodule(projector_path(model, family.projector))
     side, module = "input", projector
@@ -238,13 +245,24 @@ def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | Non
 
 def encoder_width(config: PretrainedConfig) -> int | None:
     """Width of one patch's features: E, times the number of encoder layers whose states the model concatenates."""
-    vision = getattr(config, "vision_config", None)
+    vision = getattr(config, "vision_config", None) or getattr(config, "vit_config", None)  # the latter: Ovis 2.5
     # Qwen2-VL calls the encoder's width embed_dim, and the LLM's hidden_size.
     width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
     places = [part for part in (config, getattr(config, "adapter_config", None)) if part is not None]
     layers = [getattr(part, name, None) for part in places for name in FEATURE_LAYER_FIELDS]
     listed = next((numbers for numbers in layers if isinstance(numbers, list | tuple)), (None,))
     return width * len(listed) if isinstance(width, int) else None
+
+
+def first_tensors(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | list[torch.Tensor]:
+    """A module's first argument: a tensor, or a list with a tensor for each picture (Kimi-VL)."""
+    given = (*args, *kwargs.values())
+    return next(v for v in given if isinstance(v, torch.Tensor) or (isinstance(v, list) and v))
+
+
+def is_floating(tensors: torch.Tensor | list[torch.Tensor]) -> bool:
+    """Whether a module's first argument holds states, not ids."""
+    return (tensors[0] if isinstance(tensors, list) else tensors).is_floating_point()
 
 
 def output_rows(output: Any) -> torch.Tensor:

@@ -4,13 +4,19 @@
 #   bash scripts/test_all.sh                    all of them
 #   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos
 #                                               browser trackers serving peers
+#                                               mixins
 # suite is scripts/test.sh. numeric repeats what compares numbers on the
 # instructions of older CPUs. chaos breaks real runs. browser and trackers get an
 # environment with an older Pillow, .venv-pillow12, because Gradio and trackio
 # need one. serving asks a quickstart's checkpoints through vLLM; peers trains a
 # few steps with each tool of benchmarks/vs_peers.py, and by each recipe of
-# examples/ with the wheel.
+# examples/ with the wheel. mixins runs transformers' own tests of a model class
+# on the exported class, and compares with LLaVA's class of transformers.
 #   OUTPUT_DIR=outputs/test_all                 folder of each part's log
+#   TRANSFORMERS_TESTS=DIR                      mixins: a checkout of the installed
+#                                               transformers (default: downloads the
+#                                               source distribution from PyPI, which
+#                                               leaves GenerationTesterMixin out)
 #   PYTHON=python3                              interpreter for new environments;
 #                                               LLAVA_PYTHON works as in all
 #                                               scripts
@@ -19,7 +25,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-readonly PARTS="suite numeric chaos browser trackers serving peers"
+readonly PARTS="suite numeric chaos browser trackers serving peers mixins"
 # Attention kernels, packed rows, the norm, the loss head, precisions, and upstream's recorded numbers.
 readonly NUMERIC=(tests/unit/test_norm.py tests/unit/test_model.py tests/invariants/test_packed.py tests/invariants/test_kernels.py
   tests/invariants/test_precisions.py tests/invariants/test_masters.py tests/upstream/test_upstream_model.py)
@@ -67,11 +73,15 @@ run() { # part
       "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" &&
         "$PYTHON_BIN" -m pytest tests/scripts/test_elsewhere.py
       ;;
+    mixins)
+      TRANSFORMERS_TESTS="${TRANSFORMERS_TESTS:-$OUTPUT_DIR/mixins}" \
+        "$PYTHON_BIN" -m pytest -s tests/upstream/test_library_mixins.py
+      ;;
   esac
 }
 
 # What a log says of its tests, for the table: pytest's last line, or that of the table of faults.
-figures() { grep -E '^=* ?[0-9]+ (passed|failed|faults)' "$1" | tail -n 2 | tr -d '=' | xargs || true; }
+figures() { grep -E '^=* ?[0-9]+ (passed|failed|skipped|faults)' "$1" | tail -n 2 | tr -d '=' | xargs || true; }
 
 [ $# -gt 0 ] || read -ra parts <<<"$PARTS"
 status=0 table=""

@@ -5,25 +5,33 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
+from transformers import AutoModel
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from llava.analysis.inputs import PicturePrompt
-from llava.analysis.loading import placement
+from llava.analysis.loading import config_fields, placement
 from llava.analysis.models import NamedModel
+from llava.analysis.processors import load_remote_image_processor
+from llava.analysis.remote_code import load_remote, requires_trust
+from llava.families import output_rows
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 
+MOONVIT = "moonvit"
+"""No tower of ours: its repository has its code."""
 # Also the types that have a text encoder beside the tower, such as `clip`.
-MODEL_TYPES = {*TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
+MODEL_TYPES = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
 
 
 def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
     """A function from samples to the encoder's patch tokens [N, E] after layer `--vision-layer`.
 
     Raises:
-        ValueError: there is no such encoder, or it has no such layer.
+        ValueError: there is no such encoder, or it has no such layer; its own code may not run.
     """
+    if config_fields(named.path)["model_type"] == MOONVIT:
+        return load_moonvit(named.path, args)
     tower = load_tower(named.path, args)
     if isinstance(tower, Siglip2VisionTower):  # NaFlex sees pictures in their own shape; a tower's are squares
         processor, tokens = Siglip2ImageProcessorPil.from_pretrained(named.path), shaped_tokens
@@ -34,6 +42,22 @@ def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Seque
     def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
         inputs = processor(images=[sample.image for sample in samples], return_tensors="pt")
         return tokens(tower, inputs.to(tower.device, tower.dtype))
+
+    return encode
+
+
+def load_moonvit(path: str, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
+    """A function from samples to MoonViT's result [N, E], after its last norm, which Kimi-VL's projector takes."""
+    requires_trust(path, args.trust_remote_code)
+    where = placement(args)
+    model = load_remote(path, AutoModel, where["device_map"][""], where["dtype"])
+    processor = load_remote_image_processor(path)
+
+    @torch.no_grad()
+    def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
+        inputs = processor([sample.image for sample in samples], return_tensors="pt")
+        pixels, grids = (inputs[name].to(model.device) for name in ("pixel_values", "image_grid_hws"))
+        return output_rows(model(pixels.to(model.dtype), grids))
 
     return encode
 

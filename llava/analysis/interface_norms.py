@@ -67,7 +67,10 @@ class Interface(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     layer_statistics.add_arguments(parser)
     parser.add_argument(
-        "--vision-layer", type=int, default=-2, help="hidden state to take of an encoder on its own; LLaVA takes -2"
+        "--vision-layer",
+        type=int,
+        default=-2,
+        help="hidden state to take of an encoder on its own; LLaVA takes -2; of MoonViT its result is taken",
     )
     parser.add_argument("--embedding-name", help="the tensor of text embeddings (default: by the families' names)")
 

@@ -15,6 +15,7 @@ from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.processors import library_inputs, load_processor, own_inputs
+from llava.analysis.remote_code import load_remote, requires_trust
 from llava.analysis.seen_area import WHOLE, seen_area
 from llava.analysis.weights import WeightFiles
 from llava.asking import choose_template, is_captioner
@@ -119,6 +120,8 @@ def check(model: NamedModel, args: argparse.Namespace) -> None:
     if is_ours(fields) or base:
         return
     family = family_of(fields["model_type"])
+    if family.own_code:
+        requires_trust(model.path, args.trust_remote_code)
     if sees(fields, args) and not family.own_inputs:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=args.trust_remote_code)
         saved_processor(model.path, family, config, args)
@@ -276,8 +279,12 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _load_library(named: NamedModel, family: Family, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
-    trust = {"trust_remote_code": args.trust_remote_code}
-    model = getattr(transformers, family.auto_class).from_pretrained(named.path, **trust, **placement(args), **options)
+    auto_class, where = getattr(transformers, family.auto_class), placement(args)
+    if family.own_code:
+        requires_trust(named.path, args.trust_remote_code)
+        model = load_remote(named.path, auto_class, where["device_map"][""], where["dtype"], **options)
+    else:
+        model = auto_class.from_pretrained(named.path, trust_remote_code=args.trust_remote_code, **where, **options)
     parts = find_parts(model.eval(), family, args.image_token_id)
     if not any(parameter.any() for parameter in parts.projector.parameters()):
         raise ValueError(

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from llava.analysis.encoder_rows import EncoderRows
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.seen_area import Area
-from llava.families import Parts, output_rows
+from llava.families import Parts, first_tensors, is_floating, output_rows
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
@@ -229,12 +229,13 @@ class Probe:
             return hook
 
         def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if _first(args, kwargs).is_floating_point():  # Ovis also looks its picture markers up in the table
-                seen["projector_input"].append(_first(args, kwargs))
+            given = first_tensors(args, kwargs)
+            if is_floating(given):  # Ovis also looks its picture markers up in the table
+                seen["projector_input"].append(output_rows(given))
                 seen["projector_output"].append(output_rows(output))
 
         def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if _first(args, kwargs).is_floating_point():
+            if is_floating(first_tensors(args, kwargs)):
                 seen["features"].append(self._tokens(parts.features.of(args, kwargs, output), encoder))
 
         for index, layer in enumerate(parts.layers):
@@ -337,10 +338,6 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _tensor(output: Any) -> torch.Tensor:
     """The tensor of a module's result: itself, or the first of a tuple or model output."""
     return output if isinstance(output, torch.Tensor) else output[0]
-
-
-def _first(args: tuple, kwargs: dict) -> torch.Tensor:
-    return args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
 
 
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, PretrainedConfig
+from transformers import AutoImageProcessor, AutoProcessor, PretrainedConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.utils import cached_file, is_torchvision_available, logging
 
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Batch
+from llava.analysis.remote_code import restore_removed_names
 from llava.analysis.seen_area import seen_area
 from llava.families import Family
 
-PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")
+PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece", "tiktoken")
 """Packages that processors of some families need besides transformers' own requirements."""
 _VIDEO = "VideoProcessorMixin"  # what transformers calls the class of every video part
 
@@ -28,6 +29,8 @@ def load_processor(path: str, config: PretrainedConfig, trust_remote_code: bool 
     Raises:
         ImportError: a package is missing; names it.
     """
+    if trust_remote_code:
+        restore_removed_names()
     try:
         kind = None if is_torchvision_available() else _class_of(path, config)
         if kind is not None and "video_processor" in kind.get_attributes():
@@ -35,9 +38,27 @@ def load_processor(path: str, config: PretrainedConfig, trust_remote_code: bool 
                 return _pictures_only(kind).from_pretrained(path)
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ImportError, ValueError) as error:
-        missing = [name for name in PACKAGES if name in str(error).lower() and find_spec(name) is None]
-        if not missing:
-            raise
+        _name_missing_package(path, error)
+        raise
+
+
+def load_remote_image_processor(path: str) -> Any:
+    """The image processor of an encoder whose repository has its code.
+
+    Raises:
+        ImportError: a package is missing; names it.
+    """
+    restore_removed_names()
+    try:
+        return AutoImageProcessor.from_pretrained(path, trust_remote_code=True)
+    except (ImportError, ValueError) as error:
+        _name_missing_package(path, error)
+        raise
+
+
+def _name_missing_package(path: str, error: Exception) -> None:
+    missing = [name for name in PACKAGES if name in str(error).lower() and find_spec(name) is None]
+    if missing:
         fits = f" (the build that fits PyTorch {torch.__version__})" if "torchvision" in missing else ""
         raise ImportError(f"--model {path}: its processor needs {', '.join(missing)}; install it{fits}") from error
 

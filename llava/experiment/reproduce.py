@@ -19,6 +19,7 @@ from llava.experiment.comparison import Comparison
 from llava.experiment.engine import DEMO, Experiment, at_work
 from llava.experiment.lanes import Step
 from llava.experiment.measurements import Command, command_line
+from llava.experiment.measuring_time import SHARE, TOKENS, hours, parameters_named, parameters_of, peak
 from llava.experiment.paper import ARMS
 from llava.experiment.published import DATASET, Published, State, download, problems, revisions, state_of
 from llava.experiment.reproduce_page import device, measured_numbers, page_of, score_rows
@@ -40,6 +41,7 @@ MODELS = {
     "CLIP-ViT-L/14": Published("openai/clip-vit-large-patch14"),
     "SigLIP-SO400M": Published("google/siglip-so400m-patch14-384"),
     "SigLIP2-SO400M": Published("google/siglip2-so400m-patch14-384"),
+    "MoonViT-SO-400M": Published("moonshotai/MoonViT-SO-400M"),
     "Llama-3.2-3B": Published("meta-llama/Llama-3.2-3B-Instruct"),
     "Qwen2-7B": Published("Qwen/Qwen2-7B-Instruct"),
     "Qwen2.5-7B": Published("Qwen/Qwen2.5-7B-Instruct"),
@@ -51,8 +53,14 @@ MODELS = {
     "Kimi-VL": Published("moonshotai/Kimi-VL-A3B-Instruct"),
     "Ovis2.5": Published("AIDC-AI/Ovis2.5-9B"),
 }
-OWN_CODE = ("Kimi-VL", "Ovis2.5")
+OWN_CODE = ("MoonViT-SO-400M", "Kimi-VL", "Ovis2.5")
 """Models whose code is in their repositories."""
+NOT_TRIED = (
+    "code of its own repository, written for transformers 4. The tests run tiny models of this form; its published "
+    "code, weights, tokenizer and image processor have not been run."
+)
+READ_ONLY = ("Llama-3.2-3B", "Qwen2-7B", "Qwen2.5-7B", "Qwen3-8B")
+"""Language models, of which the files are read; nothing runs."""
 BENCHMARKS = (
     Published("lmms-lab-encoder/MMBench", DATASET, ("en/dev-*.parquet",)),
     Published("lmms-lab-encoder/POPE", DATASET, ("data/*.parquet",)),
@@ -73,7 +81,6 @@ class Item:
         arms: trained ones instead.
         stage: how far the arms are trained, and which of their folders is measured.
         presets: what the arms are trained by.
-        left_out: what the paper has beside it, and why this does not.
     """
 
     shows: str
@@ -82,19 +89,31 @@ class Item:
     arms: tuple[str, ...] = ()
     stage: str = STAGES[-1]
     presets: tuple[str, ...] = ("llama-3.2-3b",)
-    left_out: str = ""
 
     @property
-    def needs_samples(self) -> bool:
-        return any(module_of(PACKAGE, command).NEEDS.flags for command in self.commands)
+    def on_samples(self) -> int:
+        """How many of the commands run models on samples."""
+        return sum(bool(module_of(PACKAGE, command).NEEDS.flags) for command in self.commands)
+
+    @property
+    def notes(self) -> list[str]:
+        """What has to be said of its models."""
+        return [f"{name}: {NOT_TRIED}" for name in self.models if name in OWN_CODE]
 
 
 ITEMS = {
     "table1": Item(
         "norms of encoders' tokens and of text embeddings",
         ("interface-norms",),
-        ("CLIP-ViT-L/14", "SigLIP-SO400M", "SigLIP2-SO400M", "Qwen2.5-7B", "Qwen3-8B", "Llama-3.2-3B"),
-        left_out="MoonViT-SO-400M alone, whose code is in its own repository; table2 measures it inside Kimi-VL.",
+        (
+            "CLIP-ViT-L/14",
+            "SigLIP-SO400M",
+            "SigLIP2-SO400M",
+            "MoonViT-SO-400M",
+            "Qwen2.5-7B",
+            "Qwen3-8B",
+            "Llama-3.2-3B",
+        ),
     ),
     "table2": Item("norms before and after the projector", ("interface-norms",), VISION_LLMS),
     "table3": Item("norms of Ovis 2.5's visual and text vocabulary", ("interface-norms",), ("Ovis2.5",)),
@@ -122,7 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("item", choices=ITEMS, help="the paper's table or figure")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be fetched and run, and what is missing"
+        "--dry-run",
+        action="store_true",
+        help="show what would be fetched and run, an estimate of the hours, and what is missing",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/reproduce"), help="default: %(default)s")
     parser.add_argument(
@@ -168,7 +189,7 @@ class Reproduction:
         """What comes from the hub."""
         replaced = {model.name for model in self.args.model}
         models = [MODELS[name] for name in self.item.models if name not in replaced]
-        return models + ([*BENCHMARKS] if self.item.needs_samples and not self.args.data else [])
+        return models + ([*BENCHMARKS] if self.item.on_samples and not self.args.data else [])
 
     def models(self) -> list[NamedModel]:
         """The published models, from the caller's folders or the copies."""
@@ -233,7 +254,7 @@ class Reproduction:
     def data(self) -> str | None:
         """The samples, as `--data` of `llava.analysis`."""
         places = [str(place) for place in (source.copy_in(self.hub) for source in BENCHMARKS)]
-        return self.args.data or (",".join(places) if self.item.needs_samples else None)
+        return self.args.data or (",".join(places) if self.item.on_samples else None)
 
     def measure(self) -> None:
         """Runs the item's commands.
@@ -255,12 +276,12 @@ class Reproduction:
         sources = [(source.repository, pinned[source.repository]) for source in self.fetched()]
         sources += [(model.name, model.path) for model in args.model]
         sources += [(f"{run.arm}, {preset}", str(run.folder(item.stage))) for run, preset in runs]
-        sources += [("samples", args.data)] if args.data and item.needs_samples else []
+        sources += [("samples", args.data)] if args.data and item.on_samples else []
         numbers = measured_numbers(self.results) if item.commands else []
         for comparison in [] if item.commands else self.trained:
             numbers += score_rows(comparison.preset, comparison.runs)
-        notes = f"Not here: {item.left_out}\n\n" if item.left_out else ""
-        notes += f"{args.samples} samples; " if item.needs_samples else ""
+        notes = "".join(f"{note}\n\n" for note in item.notes)
+        notes += f"{args.samples} samples; " if item.on_samples else ""
         notes += f"{device()}; commit {git_commit()}."
         return page_of(f"{args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, notes)
 
@@ -303,21 +324,29 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(task: Reproduction) -> None:
-    """Prints what would be fetched, trained and measured."""
+    """Prints what would be fetched, trained and measured, and about how long it takes."""
     print(f"{task.args.item}: {task.item.shows}")
+    samples, tflops = task.args.samples * task.item.on_samples, peak()
+
+    def measuring(parameters: float | None) -> float | None:
+        return hours(parameters, samples, tflops) if parameters and tflops else None
+
     if task.states:
         names = {published.repository: name for name, published in MODELS.items()}
-        print()
-        print(format_table([
-            {
-                "name": names.get(state.published.repository, "samples"),
+        rows = []
+        for state in task.states:
+            name = names.get(state.published.repository, "samples")
+            runs = name in task.item.models and name not in READ_ONLY and samples
+            rows.append({
+                "name": name,
                 "repository": state.published.repository,
                 "revision": state.revision[:12],
                 "GB": sum(state.files.values()) / 1e9,
                 "to download": state.missing / 1e9,
-            }
-            for state in task.states
-        ]))  # fmt: skip
+                "hours": measuring(parameters_of(state.files)) if runs else None,
+            })  # fmt: skip
+        print()
+        print(format_table(rows))
     for comparison in task.trained:
         print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
         stages = STAGES[: STAGES.index(task.item.stage) + 1] if task.item.stage in STAGES else STAGES[:1]
@@ -325,8 +354,24 @@ def show(task: Reproduction) -> None:
         for problem in dict.fromkeys(problem for recipe in recipes for problem in recipe["problems"]):
             print(f"missing: {problem}")
         print(f"hours and memory (estimates): python -m benchmarks.scale --preset {comparison.preset}")
+        measured = len(comparison.arms) * (KEPT if task.item.stage == CHECKPOINTS else 1)
+        each = measuring(parameters_named(recipes[0]["flags"]["model_name_or_path"])) if samples else None
+        if each is not None:
+            print(f"hours to measure them (estimate): {measured * each:.2g}")
+    if samples:
+        print(f"\n{device_sentence(task.args.samples, tflops)}")
     print()
     for words in task.measured_words():
         print(shlex.join(["python", *words[1:]]))
-    if task.item.left_out:
-        print(f"not here: {task.item.left_out}")
+    for note in task.item.notes:
+        print(f"note: {note}")
+
+
+def device_sentence(samples: int, tflops: float | None) -> str:
+    """What the hours of measuring are computed from."""
+    if tflops is None:
+        return f"hours of measuring: not estimated, the peak of {device()} is not known"
+    return (
+        f"hours: an estimate of the measuring on {device()}: 2 x parameters (at most) x {TOKENS} tokens x {samples} "
+        f"samples for each command, at {SHARE:.0%} of {tflops:.4g} TFLOP/s"
+    )

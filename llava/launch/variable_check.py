@@ -29,7 +29,7 @@ OWN: dict[str, set[str]] = {
         "TOLERANCE", "UPSTREAM_VENV", "VISION_TOWER",
     },
     "test": {"COVERAGE", "FAST", "FIX", "WORKERS"},
-    "test_all": {"OUTPUT_DIR"},
+    "test_all": {"OUTPUT_DIR", "TRANSFORMERS_TESTS"},
     "lint": {"FIX"},
 }  # fmt: skip
 # What other trainers and their scripts call ours. No shell exports them for other reasons.

@@ -238,8 +238,8 @@ def test_remote_families_are_found_by_their_override():
     model.llm, model.vte, model.visual_tokenizer = nn.Module(), nn.Embedding(9, 4), nn.Module()
     model.llm.model = LlamaForCausalLM(LlamaConfig(**models.TEXT)).model
     model.visual_tokenizer.vit, model.visual_tokenizer.head = nn.Linear(2, 2), nn.Linear(2, 2)
-    model.get_input_embeddings = lambda: model.llm.model.embed_tokens
-    parts = find_parts(model, family_of("ovis2_5"))
+    parts = find_parts(model, family_of("ovis2_5"))  # which has no get_input_embeddings
+    assert parts.embedding is model.llm.model.embed_tokens
     assert parts.image_token_id == -300 and parts.vocabulary is model.vte and len(parts.layers) == 3
     assert parts.features.side == "input" and parts.features.module is model.visual_tokenizer.head
 

@@ -1,0 +1,235 @@
+"""`scripts/reproduce.sh` on models whose code is in their repositories: tiny ones in their form, from a fake hub.
+
+What an item writes is compared with a float64 run of the same tiny model, whose inputs are made here.
+"""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import hub_server
+import numpy as np
+import own_code_models as own
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import vision_language_models
+from paths import ROOT
+from PIL import Image
+from shell import only
+from transformers import PreTrainedTokenizerFast
+
+from llava.experiment.reproduce import BENCHMARKS, MODELS
+
+pytestmark = pytest.mark.slow
+SHAPES = ((16, 16), (24, 16), (8, 32), (16, 8))  # multiples of two patches, which no processor resizes
+QUESTION = "What is it?"
+WRITERS = {"MoonViT-SO-400M": own.write_moonvit, "Kimi-VL": own.write_kimi_vl, "Ovis2.5": own.write_ovis2_5}
+
+
+def pictures() -> list[np.ndarray]:
+    """[H, W, 3] uint8."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in SHAPES]
+
+
+def shard() -> bytes:
+    """The pictures as a benchmark's file."""
+    rows = []
+    for picture in pictures():
+        stream = io.BytesIO()
+        Image.fromarray(picture).save(stream, "PNG")
+        rows.append({"image": {"bytes": stream.getvalue(), "path": None}, "question": QUESTION, "answer": "A"})
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), stream)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of each model."""
+    root = tmp_path_factory.mktemp("own")
+    for name, write in WRITERS.items():
+        write(root / name)
+    return {name: root / name for name in WRITERS}
+
+
+@pytest.fixture(scope="module")
+def reproduce(tiny, folders, tmp_path_factory):
+    """A function from an item to its page and its folder; `others` are a tiny LLaVA, `replaced` other tiny models."""
+    root = tmp_path_factory.mktemp("reproduce")
+    llava = vision_language_models.saved_llava(tiny, root / "llava")
+    with hub_server.serve() as hub:
+        contents = {MODELS[name].repository: folder for name, folder in folders.items()}
+        for repository, folder in contents.items():
+            files = {file.name: file.read_bytes() for file in folder.iterdir()}
+            hub.models[repository] = hub_server.Repository(repository, public=True, branches={"main": files})
+        for benchmark, file in zip(BENCHMARKS, ("en/dev-0.parquet", "data/a.parquet", "a.parquet"), strict=True):
+            name = benchmark.repository
+            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": {file: shard()}})
+
+        def script(item, *words):
+            env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": root}
+            env |= {"HF_HUB_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+            command = ["bash", "scripts/reproduce.sh", item, "--output-dir", str(root / "out"), *words]
+            ran = subprocess.run(command, cwd=ROOT, env=only(**env), capture_output=True, text=True, timeout=900)
+            assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
+            return ran.stdout
+
+        def run(item, *others, replaced=()):
+            words = [f"--model={name}={llava}" for name in others]
+            words += [f"--model={name}={tiny / kind}" for name, kind in replaced]
+            script(item, "--samples", "12", *words)
+            return (root / "out" / item / "index.md").read_text(), root / "out" / item
+
+        run.dry = lambda item, samples: script(item, "--samples", str(samples), "--dry-run")
+        yield run
+
+
+def table(folder, file: str) -> list[dict]:
+    return json.loads((folder / f"{file}.json").read_text())["rows"]
+
+
+# --- float64 ----------------------------------------------------------------------------------------------------------
+
+
+def patches_of(picture: np.ndarray, mean: float, std: float) -> torch.Tensor:
+    """[H / 4, W / 4, 3, 4, 4] float64."""
+    pixels = (picture / 255 - mean) / std
+    rows, columns = picture.shape[0] // 4, picture.shape[1] // 4
+    return torch.from_numpy(pixels.reshape(rows, 4, columns, 4, 3).transpose(0, 2, 4, 1, 3).copy())
+
+
+class Seen:
+    """What passed through the parts of a tiny model, one picture after the other, by hooks on its modules."""
+
+    def __init__(self, model, encoder: str, projector: str | None = None, layers: str | None = None):
+        self.features, self.projected, self.cosines = [], [], []
+        model.get_submodule(encoder).register_forward_hook(lambda m, a, out: self.features.append(out))
+        if projector:
+            model.get_submodule(projector).register_forward_hook(self.project)
+        for layer in model.get_submodule(layers) if layers else ():
+            layer.register_forward_hook(self.turn, with_kwargs=True)
+
+    def project(self, module, args, out) -> None:
+        if not (torch.is_tensor(args[0]) and args[0].dtype == torch.long):  # Ovis' markers
+            self.projected.append(out)
+
+    def turn(self, module, args, kwargs, out) -> None:
+        before, after = args[0][0], (out if torch.is_tensor(out) else out[0])[0]
+        self.cosines.append(torch.cosine_similarity(before[self.visual], after[self.visual], dim=-1))
+
+
+def moments(tensors) -> dict[str, float]:
+    norms = torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]).norm(dim=-1)
+    return {"mean": norms.mean().item(), "std": norms.std(correction=0).item()}
+
+
+def layer_means(seen: Seen, layers: int) -> list[float]:
+    """Per layer the mean cosine of visual tokens."""
+    return [torch.cat(seen.cosines[layer::layers]).mean().item() for layer in range(layers)]
+
+
+@pytest.fixture(scope="module")
+def kimi(folders):
+    """What passes through the tiny Kimi-VL in float64."""
+    model = own.kimi_vl().double()
+    model.language_model.set_experts_implementation("eager")  # the default has no float64
+    seen = Seen(model, "vision_tower.encoder.final_layernorm", "multi_modal_projector", "language_model.model.layers")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["Kimi-VL"])
+    for picture in pictures():
+        patches = patches_of(picture, 0.5, 0.5)
+        grid = torch.tensor([patches.shape[:2]])
+        pads = "<|media_pad|>" * (int(grid.prod()) // 4)
+        text = f"<|media_start|>image<|media_content|>{pads}<|media_end|>{QUESTION}\nanswer:"
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        seen.visual = ids[0] == model.config.media_placeholder_token_id
+        with torch.no_grad():
+            model(ids, torch.ones_like(ids), pixel_values=patches.flatten(0, 1), image_grid_hws=grid, use_cache=False)
+    return model, seen
+
+
+@pytest.fixture(scope="module")
+def ovis(folders):
+    """What passes through the tiny Ovis 2.5 in float64."""
+    model = own.ovis2_5(folders["Ovis2.5"]).double()
+    seen = Seen(model, "visual_tokenizer.vit.vision_model.layers.1", "vte", "llm.model.layers")
+    for picture in pictures():
+        patches = patches_of(picture, own.MEAN["image_mean"][0], own.MEAN["image_std"][0])
+        rows, columns = patches.shape[:2]
+        squares = patches.reshape(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 3)
+        text = [model.text_tokenizer(part).input_ids for part in ("", f"{QUESTION}\nanswer:")]
+        ids = torch.tensor([[*text[0], -301, *[-300] * (rows * columns // 4), -302, *text[1]]])
+        seen.visual = ids[0] == -300
+        with torch.no_grad():
+            grid = torch.tensor([[1, rows, columns]])
+            model(ids, torch.ones_like(ids), squares, grid, use_cache=False)
+    return model, seen
+
+
+def close(row: dict, expected: dict[str, float]) -> bool:
+    return all(row[name] == pytest.approx(value, rel=2e-4) for name, value in expected.items())
+
+
+# --- the items --------------------------------------------------------------------------------------------------------
+
+
+def test_table1_measures_moonvit_alone_after_its_last_norm(reproduce):
+    replaced = [("CLIP-ViT-L/14", "clip"), ("SigLIP-SO400M", "siglip"), ("SigLIP2-SO400M", "siglip")]
+    replaced += [(name, "llama") for name in ("Llama-3.2-3B", "Qwen2.5-7B", "Qwen3-8B")]
+    page, folder = reproduce("table1", replaced=replaced)
+    model = own.moonvit().double()
+    seen = Seen(model, "encoder.final_layernorm")
+    for picture in pictures():
+        patches = patches_of(picture, 0.5, 0.5)
+        with torch.no_grad():
+            model(patches.flatten(0, 1), torch.tensor([patches.shape[:2]]))
+    (row,) = [row for row in table(folder, "interface-norms") if row["model"] == "MoonViT-SO-400M"]
+    assert row["norms of"] == "encoder tokens" and close(row, moments(seen.features))
+    assert re.search(r"\| MoonViT-SO-400M, encoder tokens: mean \| 72.17 \| [\d.]+ \| -[\d.]+ \|", page)
+    assert "MoonViT-SO-400M: code of its own repository" in page and "have not been run" in page
+
+
+def test_table2_measures_kimi_vl_before_and_after_its_projector(reproduce, kimi):
+    page, folder = reproduce("table2", "LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V")
+    model, seen = kimi
+    rows = {row["norms of"]: row for row in table(folder, "interface-norms") if row["model"] == "Kimi-VL"}
+    assert close(rows["encoder tokens"], moments(seen.features))
+    assert close(rows["visual tokens after the projector"], moments(seen.projected))
+    assert close(rows["text embedding matrix"], moments([model.get_input_embeddings().weight]))
+    assert "| Kimi-VL, visual tokens after the projector: mean | 4.78 | " in page
+
+
+def test_table3_measures_ovis_visual_and_text_vocabularies(reproduce, ovis):
+    page, folder = reproduce("table3")
+    model, seen = ovis
+    rows = {row["norms of"]: row for row in table(folder, "interface-norms")}
+    assert close(rows["visual vocabulary"], moments([model.vte.weight]))
+    assert close(rows["text embedding matrix"], moments([model.get_wte().weight]))
+    assert close(rows["encoder tokens"], moments(seen.features))
+    assert close(rows["visual tokens after the projector"], moments(seen.projected))
+    assert "| Ovis2.5, visual vocabulary: mean | 64 | " in page
+
+
+@pytest.mark.parametrize(("item", "model"), [("fig2", "Ovis2.5"), ("fig3", "Kimi-VL")])
+def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, request):
+    others = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V") if item == "fig3" else ()
+    _, folder = reproduce(item, *others)
+    seen = request.getfixturevalue("ovis" if item == "fig2" else "kimi")[1]
+    rows = [row for row in table(folder, "update-rates-layers") if (row["model"], row["tokens"]) == (model, "visual")]
+    expected = layer_means(seen, 3)
+    assert [row["cosine mean with sinks"] for row in rows] == pytest.approx(expected, rel=2e-4)
+
+
+def test_a_dry_run_estimates_the_hours_of_measuring(reproduce, folders):
+    shown = reproduce.dry("table3", samples=2000000)
+    parameters = (folders["Ovis2.5"] / "model.safetensors").stat().st_size / 2
+    estimate = 2 * parameters * 1500 * 2000000 / (0.1 * 0.05e12 * os.cpu_count()) / 3600
+    row = next(line.split() for line in shown.splitlines() if line.startswith("Ovis2.5 "))
+    assert float(row[-1]) == pytest.approx(estimate, rel=2e-2)
+    assert "hours: an estimate of the measuring on " in shown and "1500 tokens x 2000000 samples" in shown
+    assert "note: Ovis2.5: code of its own repository" in shown

@@ -1,0 +1,75 @@
+"""Models whose code is in their repositories: how they are built and filled, and what is refused."""
+
+import argparse
+import shutil
+
+import own_code_models as own
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from llava.analysis import loading
+from llava.analysis.models import NamedModel
+from llava.analysis.remote_code import load_remote
+
+
+@pytest.fixture(scope="module")
+def ovis(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("code") / "ovis"
+    return folder, own.write_ovis2_5(folder)
+
+
+def test_every_weight_is_the_files_and_buffers_that_no_file_holds_are_kept(ovis):
+    folder, written = ovis
+    model = load_remote(str(folder), AutoModelForCausalLM, "cpu", "auto")
+    assert not model.training
+    assert all(torch.equal(tensor, written.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert model.indicator_token_indices.tolist() == [36, 37, 38, 39]
+    rotary = model.llm.model.rotary_emb.inv_freq
+    assert torch.equal(rotary, written.llm.model.rotary_emb.inv_freq) and rotary[0] == 1
+
+
+def test_a_tied_head_is_filled_by_either_name(ovis, tmp_path):
+    folder = shutil.copytree(ovis[0], tmp_path / "tied")
+    config = (folder / "config.json").read_text()
+    tied = config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    assert tied != config
+    (folder / "config.json").write_text(tied)
+    weights = load_file(folder / "model.safetensors")
+    del weights["llm.lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    llm = load_remote(str(folder), AutoModelForCausalLM, "cpu", "float32").llm
+    assert torch.equal(llm.lm_head.weight, weights["llm.model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("vte.weight"), "its files lack 1 weights, such as vte.weight"),
+        (lambda weights: weights.update({"vte.weight": torch.zeros(41, 32)}), r"vte.weight has the shape \(41, 32\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_code_are_refused(ovis, change, message, tmp_path):
+    folder = shutil.copytree(ovis[0], tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_remote(str(folder), AutoModelForCausalLM, "cpu", "auto")
+
+
+def test_code_does_not_run_unless_it_is_trusted(ovis):
+    args = argparse.Namespace(trust_remote_code=False, model_base=None, command="update-rates", projector_path=None)
+    with pytest.raises(ValueError, match=r"needs its own code \(.*modeling_ovis2_5.py.*--trust-remote-code"):
+        loading.check(NamedModel("ovis", str(ovis[0])), args)
+
+
+def test_moonvit_computes_each_picture_of_a_batch_as_alone(tmp_path):
+    own.write_moonvit(tmp_path / "moonvit")
+    model = load_remote(str(tmp_path / "moonvit"), AutoModel, "cpu", "auto")
+    grids = torch.tensor([[4, 4], [6, 2]])
+    pixels = torch.randn(28, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        together, alone = model(pixels, grids), model(pixels[16:], grids[1:])
+    assert torch.allclose(together[1], alone[0], atol=1e-6)
