@@ -161,13 +161,22 @@ class Harness:
             EvaluationError: lmms-eval's score is not that of its records.
         """
         start = time.monotonic()
-        with _side_effects_undone(), _one_process(), tempfile.TemporaryDirectory(prefix="llava-eval-") as folder:
+        with (
+            _side_effects_undone(),
+            _one_process() as ranks,
+            tempfile.TemporaryDirectory(prefix="llava-eval-") as folder,
+        ):
             from lmms_eval.evaluator import evaluate
             from lmms_eval.loggers.evaluation_tracker import EvaluationTracker
 
             adapter = self._adapter(loaded, model or self.assistant.model)
             ask = adapter.generate_until
-            adapter.generate_until = lambda requests: answer_all(requests, ask)
+
+            def generate_until(requests: Requests) -> list[str]:
+                with _environment(ranks):  # ZeRO-3 reads it in a model's forward
+                    return answer_all(requests, ask)
+
+            adapter.generate_until = generate_until
             results = evaluate(
                 lm=adapter,
                 task_dict=loaded.of_harness,
@@ -250,10 +259,26 @@ def _side_effects_undone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """A context in which lmms-eval takes this process for the only one, and so asks and scores all questions."""
-    ranks = {name: os.environ.pop(name) for name in _RANKS if name in os.environ}
+def _one_process() -> Iterator[dict[str, str]]:
+    """A context in which lmms-eval takes this process for the only one, and so asks and scores all questions.
+
+    Gives the variables that it takes away.
+    """
+    ranks = {name: os.environ[name] for name in _RANKS if name in os.environ}
+    for name in ranks:
+        del os.environ[name]
+    try:
+        yield ranks
+    finally:
+        os.environ.update(ranks)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """A context in which these variables, absent otherwise, are set."""
+    os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.update(ranks)
+        for name in variables:
+            del os.environ[name]

@@ -1,8 +1,10 @@
 """Two CPU ranks under DeepSpeed, through the real entry point: they compute what one process computes."""
 
+import importlib.util
 import json
 from pathlib import Path
 
+import benchmark_data
 import pytest
 import torch
 import yaml
@@ -122,10 +124,35 @@ def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path,
     assert two == [pytest.approx(line, rel=1e-4) for line in one]
 
 
-def evaluations(folder: Path) -> list[dict[str, float]]:
-    """What a run's log says of held-out data."""
+@pytest.mark.skipif(importlib.util.find_spec("lmms_eval") is None, reason="the harness: EXTRAS=eval scripts/setup.sh")
+def test_benchmarks_split_over_ranks_give_one_process_scores(tiny, tmp_path):
+    """Batches do not divide evenly, a rank has none of some kinds, and some questions have no picture.
+
+    With learning rate 0 the weights of both runs are the same.
+    """
+    start, hub = tmp_path / "start", tmp_path / "hub"
+    benchmark_data.write_all(hub)
+    for colour in benchmark_data.PICTURES:
+        benchmark_data.picture(colour).save(tiny / f"data/images/{colour}.png")
+    (tmp_path / "teach.json").write_text(json.dumps(benchmark_data.records()))
+    options = {"version": "qwen_1_5", "data_path": tmp_path / "teach.json", "per_device_train_batch_size": 15}
+    teaching = options | {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_steps": 60, "telemetry_steps": 100}
+    train_module.train(flags(tiny, start, 2, **teaching))
+    asked = {"eval_tasks": "scienceqa,pope:5,ai2d:1", "eval_tasks_dir": hub, "per_device_eval_batch_size": 2}
+    asked |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "learning_rate": 0, "max_steps": 1}
+    asked |= {"model_name_or_path": start, "vision_tower": None, "per_device_train_batch_size": 4}
+    launch(flags(tiny, tmp_path / "two", 2, **options | asked), "zero3", tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, **options | asked))
+    two, one = (evaluations(tmp_path / name, "eval/pope") for name in ("two", "one"))
+    assert len(one) == 2 and two == one
+    assert 0 < one[0]["eval/scienceqa"] < 1 and one[0]["eval/pope_questions"] == 5
+    assert evaluations(tmp_path / "one", "eval/loss") == []
+
+
+def evaluations(folder: Path, key: str = "eval/loss") -> list[dict[str, float]]:
+    """What a run's log says of its evaluations, the lines with `key`."""
     lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in lines if "eval/loss" in line]
+    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in lines if key in line]
 
 
 @pytest.mark.parametrize(("model", "norm"), [("qwen", "gwc_layernorm"), ("qwen_tied", "scale")])

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import benchmark_data
@@ -13,7 +14,8 @@ from benchmark_data import KINDS, PLAN, PROMPTS, picture
 from training import build, flags
 
 from llava.eval.evaluate import main as evaluate
-from llava.eval.in_process import Harness
+from llava.eval.harness import environment
+from llava.eval.in_process import Harness, load_tasks
 from llava.eval.results import Answered, read_results
 from llava.eval.tasks import TASKS, choose_limited, score_interval
 from llava.train import train as train_module
@@ -177,6 +179,17 @@ def test_missing_and_damaged_data_is_refused_before_the_model_is_read(tiny, tmp_
         file.write_bytes(b"no parquet")
     with pytest.raises(ValueError, match="--eval_tasks pope: lmms-lab-encoder/POPE cannot be loaded"):
         train_module.train(flags(tiny, tmp_path / "run", 2, **options))
+
+
+@INSTALLED
+def test_data_sets_of_the_same_name_in_two_folders_are_two(tmp_path):
+    for name, count in (("a", 3), ("b", 2)):
+        rows = benchmark_data.pope(benchmark_data.POPE[:count])
+        benchmark_data.write(tmp_path / name / "lmms-lab-encoder/POPE", {"default": {"test": rows}})
+        (loaded,) = load_tasks([(TASKS["pope"], None)], {"pope": tmp_path / name}, "--eval_tasks", "--eval_tasks_dir")
+        assert len(loaded.of_harness["pope"].dataset["test"]) == count
+    caches = {environment([TASKS["pope"]], Namespace(num_gpus=0), tmp_path / n)["HF_DATASETS_CACHE"] for n in "ab"}
+    assert len(caches) == 2
 
 
 @INSTALLED
