@@ -250,7 +250,7 @@ def _side_effects_undone() -> Iterator[None]:
     modules = (lmms_eval.api.task, lmms_eval.evaluator)
     bars = [module.tqdm for module in modules]
     for module in modules:
-        module.tqdm = hidden
+        module.tqdm = hidden  # pyrefly: ignore[bad-assignment]  # a function in place of the class
     try:
         yield
     finally:
