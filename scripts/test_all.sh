@@ -13,10 +13,10 @@
 # examples/ with the wheel. mixins runs transformers' own tests of a model class
 # on the exported class, and compares with LLaVA's class of transformers.
 #   OUTPUT_DIR=outputs/test_all                 folder of each part's log
-#   TRANSFORMERS_TESTS=DIR                      mixins: a checkout of the installed
-#                                               transformers (default: downloads the
-#                                               source distribution from PyPI, which
-#                                               leaves GenerationTesterMixin out)
+#   TRANSFORMERS_TESTS=DIR                      mixins: a checkout of transformers
+#                                               as installed (default: PyPI's
+#                                               source distribution, which lacks
+#                                               GenerationTesterMixin)
 #   PYTHON=python3                              interpreter for new environments;
 #                                               LLAVA_PYTHON works as in all
 #                                               scripts

@@ -12,13 +12,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from llava.asking import Assistant
 from llava.eval.collect import read_records, read_scores, result_of
@@ -233,9 +232,6 @@ def _side_effects_undone() -> Iterator[None]:
     Its modules turn TF32 on and warnings off when they are imported.
     """
 
-    def hidden(*args: Any, **kwargs: Any) -> tqdm:
-        return tqdm(*args, **kwargs | {"disable": True})
-
     import lmms_eval
 
     matmul = torch.backends.cuda.matmul
@@ -249,8 +245,8 @@ def _side_effects_undone() -> Iterator[None]:
         torch.backends.cuda.matmul = matmul
     modules = (lmms_eval.api.task, lmms_eval.evaluator)
     bars = [module.tqdm for module in modules]
-    for module in modules:
-        module.tqdm = hidden  # pyrefly: ignore[bad-assignment]  # a function in place of the class
+    for module, bar in zip(modules, bars, strict=True):
+        module.tqdm = partial(bar, disable=True)  # pyrefly: ignore[bad-assignment]  # called as the class is
     try:
         yield
     finally:

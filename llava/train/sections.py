@@ -449,7 +449,7 @@ class HeldOutFlags:
         "",
         "Benchmarks that the model answers at every evaluation, NAME or NAME:N for the first N questions, joined by "
         "commas, such as mmstar:500,pope; tasks of scripts/evaluate.sh in which it writes answers. Logged as "
-        "eval/<task>, with the bounds of its 95 % interval.",
+        "eval/<task>, with the bounds of its Wilson interval.",
         identity=False,
     )
     eval_tasks_dir: str | None = flag(

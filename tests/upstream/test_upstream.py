@@ -14,7 +14,7 @@ from upstream_package import unpacked_package
 from warm_python import warm_python
 
 INPUTS = ROOT / "tests/golden/train/inputs"
-VENV = ROOT / ".venv-upstream"
+VENV = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream"))
 ARMS, STAGES = ["none", "layernorm", "gwc_layernorm"], ["pretrain", "finetune"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
