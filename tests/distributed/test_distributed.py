@@ -142,7 +142,7 @@ def test_benchmarks_split_over_ranks_give_one_process_scores(tiny, tmp_path):
     asked |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "learning_rate": 0, "max_steps": 1}
     asked |= {"model_name_or_path": start, "vision_tower": None, "per_device_train_batch_size": 4}
     launch(flags(tiny, tmp_path / "two", 2, **options | asked), "zero3", tmp_path)
-    train_module.train(flags(tiny, tmp_path / "one", 2, **options | asked))
+    train_module.train(flags(tiny, tmp_path / "one", 2, **options | asked | {"per_device_train_batch_size": 8}))
     two, one = (evaluations(tmp_path / name, "eval/pope") for name in ("two", "one"))
     assert len(one) == 2 and two == one
     assert 0 < one[0]["eval/scienceqa"] < 1 and one[0]["eval/pope_questions"] == 5
