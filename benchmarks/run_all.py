@@ -277,7 +277,10 @@ def words(name: str) -> str:
 
 def in_words(value: Any) -> str:
     """A setting's value without the code's spelling."""
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).removeprefix("torch.")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = re.sub(r"\blib(\w+)\.so(\.\d+)?", lambda library: words(library[1]), str(value))  # preloaded libraries
+    return text.removeprefix("torch.")
 
 
 def short_hashes(text: str) -> str:

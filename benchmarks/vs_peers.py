@@ -244,6 +244,8 @@ def parse_arguments() -> argparse.Namespace:
     args = vs_upstream.with_size(parser)
     if args.quick:
         args.steps, args.repeats = 6, 1
+    if args.profile:
+        args.repeats = 1
     check_warmup(parser, args)
     return args
 
