@@ -122,10 +122,10 @@ def test_a_chinese_page_has_the_commands_tables_figures_and_headings_of_the_engl
     ("old", "new", "where"),
     [
         ("bash scripts/analyze.sh  ", "bash scripts/analyze.sh x", "block of bash under 'What to try next'"),
-        ("| 0.599 ", "| 0.6 ", "row 8 of a table under 'What you should see'"),
+        ("| 0.582 ", "| 0.6 ", "row 8 of a table under 'What you should see'"),
         ("\n|   color ", "\n|   size | 1 | 2 | 3 |\n|   color ", "row 4 of a table under 'What you should see'"),
         ("| 22.9            | 3.2  ", "| 3.2            | 22.9  ", "row 10 of a table under 'What you should see'"),
-        ("81.2 % (gwc", "81.3 % (gwc", "text under 'What you should see'"),
+        ("80.4 % (gwc", "80.5 % (gwc", "text under 'What you should see'"),
         ("## What to try", "### What to try", "heading of level 3 under 'What to try next'"),
         ("\n## What to try next\n", "\n", "block of bash under 'What you should see'"),
     ],
