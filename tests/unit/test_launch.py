@@ -23,7 +23,7 @@ from llava.launch.plan import resolve
 from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
 from llava.train import check_flags
-from llava.utils.machine import cpu_quota
+from llava.utils.machine import cpu_quota, processor
 
 CPU = {"NUM_GPUS": "0"}
 
@@ -144,6 +144,23 @@ def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
     assert cpu_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu avx2", "AMD EPYC with AVX2"),
+        ("fpu avx2 avx512f", "AMD EPYC with AVX-512"),
+        ("avx2 avx512f avx512_bf16 fpu", "AMD EPYC with AVX-512 bf16"),
+        ("avx2 avx512f avx512_bf16 amx_bf16", "AMD EPYC with AMX bf16"),
+        ("fpu", "AMD EPYC"),
+    ],
+)
+def test_a_processor_is_named_with_its_instructions(tmp_path, flags, name):
+    core = f"processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\n\n"
+    (tmp_path / "cpuinfo").write_text(2 * core)
+    assert processor(tmp_path / "cpuinfo") == name
+    assert processor(tmp_path / "missing")
 
 
 def test_shared_memory_that_is_small_for_the_loader_processes_is_reported(monkeypatch):
