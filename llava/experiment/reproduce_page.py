@@ -126,4 +126,4 @@ def device() -> str:
         return machine()
     import torch  # after the measurements, which are processes of their own
 
-    return torch.cuda.get_device_name(0)
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "GPUs that are not here"

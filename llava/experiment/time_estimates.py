@@ -46,14 +46,14 @@ def parameters_named(model: str) -> float | None:
 
 
 def peak() -> float | None:
-    """TFLOP/s of the first GPU by its datasheet, or of the processor; None for a GPU that is not known."""
+    """TFLOP/s of the first GPU by its datasheet, or of the processor; None for a GPU that is not known or not here."""
     if not resolve_devices(os.environ).on_gpu:
         return CPU_PEAK * (os.cpu_count() or 1)
     import torch
 
     from llava.train.flops import peak_tflops
 
-    return peak_tflops(torch.device("cuda", 0))
+    return peak_tflops(torch.device("cuda", 0)) if torch.cuda.is_available() else None
 
 
 def hours(parameters: float, samples: int, tflops: float) -> float:

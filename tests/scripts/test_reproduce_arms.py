@@ -98,6 +98,16 @@ def test_every_dry_run_says_sizes_hours_and_what_would_run(hub, tmp_path, capsys
 
 
 @pytest.mark.slow
+def test_a_dry_run_for_gpus_that_are_elsewhere_has_no_hours(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("NUM_GPUS", "8")
+    assert main(["reproduce", "fig5", "--dry-run", "--output-dir", str(tmp_path / "out/reproduce")]) == 0
+    shown = capsys.readouterr().out
+    assert "hours to train them: not estimated; docs/scale.md has estimates" in shown
+    assert "hours of measuring: not estimated, the peak of GPUs that are not here is not known" in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_gated_model_of_an_arm_is_refused_before_anything_is_downloaded_or_trained(
     hub, tmp_path, monkeypatch, capsys, words
