@@ -12,7 +12,8 @@
 #   --model NAME=PATH       take a published model from a folder, NAME as in the
 #                           dry run; may be repeated
 #   --preset NAME           train the arms by this preset (default: the paper's)
-#   --output-dir DIR        default: outputs/reproduce
+#   --output-dir DIR        default: outputs/reproduce; the arms are trained in
+#                           compare-PRESET next to it
 # Variables of scripts/pretrain.sh and finetune.sh apply to every training, or
 # are refused by name; EVALUATE_FLAGS="--limit 20" goes to evaluate.sh. Rerun the
 # same command to resume. See docs/analysis.md.

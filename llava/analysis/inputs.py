@@ -155,8 +155,8 @@ class Samples(Sequence[PicturePrompt]):
 def choose(args: argparse.Namespace) -> Samples:
     """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has exactly one picture.
 
-    `args.unreadable` names those that cannot be read, as soon as they are met; `args.left_out` counts the samples that
-    do not have exactly one picture.
+    `args.unreadable` names those that cannot be read, as soon as they are met; `args.drawn` is their number, those
+    included; `args.left_out` counts the samples that do not have exactly one picture.
 
     Raises:
         ValueError, OSError: nothing readable there, or no sample with one picture; says what `--data` may be.
@@ -172,6 +172,7 @@ def choose(args: argparse.Namespace) -> Samples:
             f"--data {args.data}: none of its {len(pictures)} samples has exactly one picture ({args.left_out})"
         )
     random.Random(args.seed).shuffle(usable)
+    args.drawn = min(len(usable), args.samples)
     args.unreadable = getattr(args, "unreadable", {})
     orientation = getattr(args, "image_orientation", "stored")
     key = f"{args.data}|{args.image_folder}|{args.prompt}" + (f"|{orientation}" if orientation != "stored" else "")

@@ -96,6 +96,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "llava.analysis", *args.argv]),
         "models": [{"name": m.name, "path": m.path, "revision": revision(m.path)} for m in args.models],
         "data": data and {"path": str(data), "revision": revision(str(data))},
+        "samples": getattr(args, "drawn", None),
         "left out": getattr(args, "left_out", ""),
         "unreadable": list(getattr(args, "unreadable", {}).values()),
         "seed": args.seed,

@@ -202,14 +202,14 @@ def download(source: Source, folder: Path) -> None:
         OSError: the hub cannot be reached, or refuses the request.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     print(f"download  {source.repository}: {', '.join(source.patterns)} to {folder}", flush=True)
     try:
         snapshot_download(
             source.repository, repo_type="dataset", allow_patterns=list(source.patterns), local_dir=folder
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (OSError, *HfHubHTTPError.__bases__) as error:  # and what its HTTP library raises, which may be no OSError
         raise OSError(
             f"{source.repository} cannot be downloaded to {folder}; rerun the same command to resume ({error})"
         ) from error

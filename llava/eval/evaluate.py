@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from llava.eval.collect import EvaluationError
-from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
+from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group, token_fault
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
@@ -102,8 +102,10 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:
-    """Runs the tasks that `results` lacks, writing it after each."""
+    """Runs the tasks that `results` lacks, writing it after each; raises as `evaluate`."""
     missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
+    if fault := token_fault([task for task in missing if places[task.name] is None]):
+        raise ValueError(f"--tasks {fault}, or give --data-dir")
     for task in [task for task in missing if not args.force and task.name in results.tasks]:
         print(f"{task.name}: made from other data or pictures; evaluated again")
     for task in [task for task in tasks if task not in missing]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.constants import HF_HOME
+from huggingface_hub import constants, get_token
 
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
@@ -55,6 +55,20 @@ def data_place(
     return None
 
 
+def token_fault(tasks: Sequence[Task]) -> str:
+    """Why lmms-eval could not load these tasks' data sets from the hub, or nothing.
+
+    It asks for a token even where they are public.
+    """
+    asking = [task.name for task in tasks if task.harness == "lmms_eval"]
+    if not asking or constants.HF_HUB_OFFLINE or get_token():  # offline it takes what was loaded before
+        return ""
+    return (
+        f"{', '.join(asking)}: lmms-eval loads data sets of the hub with a token only, public ones too; run: hf auth "
+        "login, or set HF_TOKEN"
+    )
+
+
 def data_fingerprint(task: Task, place: Path | None) -> str | None:
     """A text that changes with the task's local data files and its own definition; None for data from the hub."""
     if place is None:
@@ -69,7 +83,7 @@ def datasets_cache(tasks: Sequence[Task], place: Path) -> Path:
     The library itself names it by the data set's name, and so would return another folder's data, or older ones.
     """
     contents = "-".join(fingerprint(place / name, deep=True) for name in sorted({task.dataset for task in tasks}))
-    folder = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
     return Path(folder, f"llava-{hashlib.sha256(contents.encode()).hexdigest()[:16]}").absolute()
 
 

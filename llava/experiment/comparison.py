@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava.eval.score import check_questions
 from llava.experiment.arms import BASELINE, SEEDS, parse_arms, parse_seeds
-from llava.experiment.engine import DEMO, Experiment, at_work, show_times
+from llava.experiment.engine import Experiment, at_work, show_times
 from llava.experiment.lanes import Step
 from llava.experiment.paper import ARMS
 from llava.experiment.report import write_report
@@ -40,6 +40,19 @@ class Comparison(Experiment):
     upstream: bool = False
     questions: Path | None = None
     pictures_of_questions: Path | None = None
+
+    def set_defaults(self) -> None:
+        """Sets what the caller's variables leave open: the demo's tasks, steps and pictures, and the tracker."""
+        own_data = bool(os.environ.get("DATA_PATH"))
+        if self.demo:
+            self.tasks = self.tasks or ("scenes" if own_data else "scenes,stamps")
+        if self.demo and not own_data:
+            # A quarter of the records are stamps: with half as many steps again, scenes get as many as in the
+            # quickstart.
+            os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"
+            os.environ.setdefault("IMAGE_FOLDER", "playground/data")
+        os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+        os.environ.setdefault("REPORT_TO", "tensorboard")
 
     def data_settings(self, stage: str) -> dict[str, str]:
         """The demo's data are scenes and stamps mixed, unless the caller names others."""
@@ -137,19 +150,12 @@ def run(args: argparse.Namespace) -> None:
     """
     arms, seeds = parse_arms(args.arms), parse_seeds(args.seeds)
     folder = args.output_dir or Path("outputs") / f"compare-{args.preset}"
-    of_demo = "scenes" if os.environ.get("DATA_PATH") else "scenes,stamps"
-    tasks = args.tasks or (of_demo if args.preset == DEMO else "")
-    comparison = Comparison(args.preset, arms, seeds, folder, tasks=tasks, upstream=args.upstream)
+    comparison = Comparison(args.preset, arms, seeds, folder, tasks=args.tasks or "", upstream=args.upstream)
     refuse_ignored(comparison.every_settings())
     if args.questions:
         comparison.questions = args.questions.resolve()
         comparison.pictures_of_questions = args.question_images and args.question_images.resolve()
         check_questions(str(comparison.questions), comparison.pictures_of_questions)
-    if args.preset == DEMO and not os.environ.get("DATA_PATH"):
-        # A quarter of the records are stamps: with half as many steps again, scenes get as many as in the quickstart.
-        os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"
-        os.environ.setdefault("IMAGE_FOLDER", "playground/data")
-    os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
-    os.environ.setdefault("REPORT_TO", "tensorboard")
+    comparison.set_defaults()
     with at_work(folder) as comparison.lock:
         comparison.work()

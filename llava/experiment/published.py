@@ -20,15 +20,20 @@ SLACK = 1 << 30  # bytes that stay free on the disk
 
 @dataclass(frozen=True)
 class Published:
-    """A repository of the hub, and the patterns of the files that are needed of it."""
+    """A repository of the hub, and the patterns of the files that are needed of it.
+
+    Attributes:
+        place: where its files are or go, if not among the copies.
+    """
 
     repository: str
     kind: str = MODEL
     patterns: tuple[str, ...] = WEIGHTS
+    place: Path | None = None
 
     def copy_in(self, folder: Path) -> Path:
         """Its place among the copies; the paper's numbers are looked up by the last part."""
-        return folder / f"{self.kind}s" / self.repository.rpartition("/")[2]
+        return self.place or folder / f"{self.kind}s" / self.repository.rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ def state_of(published: Published, folder: Path) -> State:
                 barred = f"{name} is gated: ask for access on its page, then run: hf auth login"
     there = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
     files = {path: there[path] for path in filter_repo_objects(there, allow_patterns=list(published.patterns))}
+    if published.kind == MODEL and not any(path.endswith(".safetensors") for path in files):
+        files |= {path: there[path] for path in filter_repo_objects(there, allow_patterns=["*.bin"])}
     if not files:
         raise ValueError(f"{name}: no file fits {', '.join(published.patterns)}; it has {', '.join(there) or 'none'}")
     place = published.copy_in(folder)
@@ -80,14 +87,18 @@ def state_of(published: Published, folder: Path) -> State:
 
 
 def problems(states: Sequence[State], folder: Path) -> list[str]:
-    """Why the downloads cannot succeed: refused access, or too little disk space."""
-    present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    needed, free = sum(state.missing for state in states) + SLACK, disk_usage(present).free
+    """Why the downloads cannot succeed: refused access, or too little space on a disk."""
     faults = [state.barred for state in states if state.barred and state.missing]
-    if needed > SLACK and needed > free:
-        faults.append(
-            f"{folder}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free; pass another --output-dir"
-        )
+    disks: dict[int, tuple[Path, int]] = {}  # by device: a folder of it, and what it needs
+    for state in states:
+        place = state.published.copy_in(folder).absolute()
+        present = next(path for path in (place, *place.parents) if path.exists())
+        shown, needed = disks.get(disk := present.stat().st_dev, (present, 0))
+        disks[disk] = shown, needed + state.missing
+    for present, needed in disks.values():
+        if needed and needed + SLACK > (free := disk_usage(present).free):
+            needs = f"{(needed + SLACK) / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free"
+            faults.append(f"{present}: {needs}; make room, or pass another --output-dir")
     return faults
 
 

@@ -1,7 +1,7 @@
 """The paper, item by item: fetches or trains what a table or figure needs, measures it, and sets it beside the paper.
 
     copies of published models and data    <output-dir>/hub, shared by all items (`published`)
-    trained arms                           outputs/compare-<preset>, shared with scripts/compare.sh
+    trained arms                           compare-<preset> next to <output-dir>, where scripts/compare.sh has them too
     an item's results and its page         <output-dir>/<item>, index.md
 
 Rerun the same command to resume.
@@ -11,20 +11,34 @@ import argparse
 import os
 import shlex
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from llava.analysis.commands import PACKAGE
 from llava.analysis.models import NamedModel, named_model
+from llava.eval.harness import token_fault
+from llava.eval.results import RESULTS_FILE
+from llava.eval.tasks import choose
+from llava.experiment import trained_inputs
 from llava.experiment.comparison import Comparison
-from llava.experiment.engine import DEMO, Experiment, at_work
+from llava.experiment.engine import Experiment, at_work
 from llava.experiment.lanes import Step
 from llava.experiment.measurements import Command, command_line
-from llava.experiment.measuring_time import SHARE, TOKENS, hours, parameters_named, parameters_of, peak
 from llava.experiment.paper import ARMS
 from llava.experiment.published import DATASET, Published, State, download, problems, revisions, state_of
-from llava.experiment.reproduce_page import device, measured_numbers, page_of, score_rows
+from llava.experiment.reproduce_page import device, limit_notes, measured_numbers, page_of, samples_note, score_rows
 from llava.experiment.runs import Run
 from llava.experiment.stage import refuse_ignored
+from llava.experiment.time_estimates import (
+    SHARE,
+    TOKENS,
+    hours,
+    parameters_named,
+    parameters_of,
+    peak,
+    training_hours,
+)
 from llava.launch.recipe import STAGES
 from llava.utils.commands import module_of, whole
 from llava.utils.files import write_text
@@ -145,7 +159,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show what would be fetched and run, an estimate of the hours, and what is missing",
     )
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/reproduce"), help="default: %(default)s")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path("outputs/reproduce"),
+        help="default: %(default)s; the arms are trained next to it",
+    )
     parser.add_argument(
         "--samples", type=whole(1), default=1000, help="samples to measure on (default: the paper's 1000)"
     )
@@ -163,12 +182,14 @@ class Reproduction:
 
     Attributes:
         args: the command line.
-        states: what the hub has of everything that is fetched.
+        states: what the hub has of the copies.
+        trainings: what the hub has of what the trainings take from it.
     """
 
     args: argparse.Namespace
     item: Item
     states: list[State] = field(default_factory=list)
+    trainings: list[State] = field(default_factory=list)
 
     @property
     def hub(self) -> Path:
@@ -178,15 +199,27 @@ class Reproduction:
     def results(self) -> Path:
         return self.args.output_dir / self.args.item
 
-    @property
+    @cached_property
     def trained(self) -> list[Comparison]:
-        """The experiments that train the arms."""
+        """The experiments that train the arms, where scripts/compare.sh has them."""
         presets = (self.args.preset,) if self.args.preset else self.item.presets
-        arms = list(self.item.arms)
-        return [Comparison(name, arms, [SEED], Path("outputs") / f"compare-{name}") for name in presets if arms]
+        arms, place = list(self.item.arms), self.args.output_dir.parent
+        trained = [Comparison(name, arms, [SEED], place / f"compare-{name}") for name in presets if arms]
+        for comparison in trained:
+            comparison.set_defaults()
+        return trained
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages in which the arms are trained."""
+        return STAGES[: STAGES.index(self.item.stage) + 1] if self.item.stage in STAGES else STAGES[:1]
+
+    def recipes(self, comparison: Comparison) -> list[dict[str, Any]]:
+        """What the script of each stage makes of the first arm's variables."""
+        return [comparison.recipe(comparison.runs[0], stage) for stage in self.stages]
 
     def fetched(self) -> list[Published]:
-        """What comes from the hub."""
+        """What is copied from the hub."""
         replaced = {model.name for model in self.args.model}
         models = [MODELS[name] for name in self.item.models if name not in replaced]
         return models + ([*BENCHMARKS] if self.item.on_samples and not self.args.data else [])
@@ -198,28 +231,42 @@ class Reproduction:
         return [replaced.get(name) or NamedModel(name, str(place)) for name, place in places.items()]
 
     def ask_hub(self) -> list[str]:
-        """Sets `states`; returns what the hub cannot answer."""
+        """Sets `states` and `trainings`; returns what the hub cannot answer."""
         faults = []
-        for source in self.fetched():
-            try:
-                self.states.append(state_of(source, self.hub))
-            except (OSError, ValueError) as error:
-                faults.append(str(error))
-        return faults
+        taken = [each for comparison in self.trained for each in trained_inputs.from_hub(self.recipes(comparison))]
+        for states, sources in ((self.states, self.fetched()), (self.trainings, dict.fromkeys(taken))):
+            for source in sources:
+                try:
+                    states.append(state_of(source, self.hub))
+                except (OSError, ValueError) as error:
+                    faults.append(str(error))
+        return faults + [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
+
+    def scoring_fault(self, comparison: Comparison) -> str:
+        """Why the arms could not be scored after their training, or nothing."""
+        scored = all((run.folder("eval") / RESULTS_FILE).is_file() for run in comparison.runs)
+        local = comparison.demo or "--data-dir" in os.environ.get("EVALUATE_FLAGS", "")
+        return "" if self.item.commands or scored or local else token_fault(choose(comparison.tasks))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def train(self, comparison: Comparison) -> None:
         """Trains the arms as far as the item needs them; what is finished is skipped."""
         refuse_ignored(comparison.every_settings())
-        os.environ.setdefault("REPORT_TO", "tensorboard")
         with at_work(comparison.folder) as comparison.lock:
-            if comparison.preset == DEMO:
-                comparison.part("inputs", {"inputs": comparison.inputs(["all", "--data", "scenes"])})
-                comparison.part("inputs, stamps", {"inputs": comparison.inputs(["all", "--data", "stamps"])})
             comparison.check_settings()
+            comparison.part("inputs", {"inputs": self.inputs(comparison)})
             lanes = {run.name: self.lane(comparison, run) for run in comparison.runs}
             comparison.part(f"{comparison.preset}: {', '.join(comparison.arms)}", lanes)
+
+    def inputs(self, comparison: Comparison) -> list[Step]:
+        """Prepares what the demo is trained on, or fetches the recipes' data where they are missing."""
+        if comparison.demo:
+            return comparison.inputs(*([name] for name in comparison.prepared()))
+        folder, names = comparison.folder / "inputs", trained_inputs.missing_data(self.recipes(comparison))
+        return [
+            comparison.python(f"inputs, {name}", folder / f"{name}.log", "llava.data.prepare", name) for name in names
+        ]
 
     def lane(self, comparison: Comparison, run: Run) -> list[Step]:
         """The steps of one arm."""
@@ -228,9 +275,8 @@ class Reproduction:
             every = str(max(1, (steps if steps > 0 else 2180) // KEPT))  # 558K samples in batches of 256
             keep = {"SAVE_STRATEGY": "steps", "SAVE_STEPS": every, "SAVE_TOTAL_LIMIT": str(KEPT + 1)}
             return [comparison.stage(run, STAGES[0], CHECKPOINTS, keep)]
-        stages = STAGES[: STAGES.index(self.item.stage) + 1]
         scored = [] if self.item.commands else [comparison.evaluation(run)]
-        return [*(comparison.stage(run, stage) for stage in stages), *scored]
+        return [*(comparison.stage(run, stage) for stage in self.stages), *scored]
 
     def measured_words(self) -> list[list[str]]:
         """The command line of each measurement."""
@@ -277,11 +323,12 @@ class Reproduction:
         sources += [(model.name, model.path) for model in args.model]
         sources += [(f"{run.arm}, {preset}", str(run.folder(item.stage))) for run, preset in runs]
         sources += [("samples", args.data)] if args.data and item.on_samples else []
-        numbers = measured_numbers(self.results) if item.commands else []
+        numbers, said = measured_numbers(self.results) if item.commands else [], item.notes
         for comparison in [] if item.commands else self.trained:
             numbers += score_rows(comparison.preset, comparison.runs)
-        notes = "".join(f"{note}\n\n" for note in item.notes)
-        notes += f"{args.samples} samples; " if item.on_samples else ""
+            said = said + limit_notes(comparison.preset, comparison.runs)
+        notes = "".join(f"{note}\n\n" for note in said)
+        notes += samples_note(self.results, args.samples) if item.on_samples else ""
         notes += f"{device()}; commit {git_commit()}."
         return page_of(f"{args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, notes)
 
@@ -306,7 +353,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--preset {args.preset}: {args.item} trains nothing")
     task = Reproduction(args, item)
     faults = task.ask_hub()
-    faults += problems(task.states, task.hub)
+    faults += problems([*task.states, *task.trainings], task.hub)
     if args.dry_run:
         show(task)
     if faults:
@@ -331,31 +378,27 @@ def show(task: Reproduction) -> None:
     def measuring(parameters: float | None) -> float | None:
         return hours(parameters, samples, tflops) if parameters and tflops else None
 
-    if task.states:
-        names = {published.repository: name for name, published in MODELS.items()}
-        rows = []
-        for state in task.states:
-            name = names.get(state.published.repository, "samples")
-            runs = name in task.item.models and name not in READ_ONLY and samples
-            rows.append({
-                "name": name,
-                "repository": state.published.repository,
-                "revision": state.revision[:12],
-                "GB": sum(state.files.values()) / 1e9,
-                "to download": state.missing / 1e9,
-                "hours": measuring(parameters_of(state.files)) if runs else None,
-            })  # fmt: skip
-        print()
-        print(format_table(rows))
+    names = {published.repository: name for name, published in MODELS.items()}
+    names |= {published.repository: "samples" for published in BENCHMARKS}
+    rows = []
+    for state in [*task.states, *task.trainings]:
+        name = names.get(state.published.repository, "training")
+        runs = name in task.item.models and name not in READ_ONLY and samples
+        rows.append({
+            "name": name,
+            "repository": state.published.repository,
+            "revision": state.revision[:12],
+            "GB": sum(state.files.values()) / 1e9,
+            "to download": state.missing / 1e9,
+            "hours": measuring(parameters_of(state.files)) if runs else None,
+        })  # fmt: skip
+    if rows:
+        print(f"\n{format_table(rows)}")
     for comparison in task.trained:
-        print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
-        stages = STAGES[: STAGES.index(task.item.stage) + 1] if task.item.stage in STAGES else STAGES[:1]
-        recipes = [comparison.recipe(comparison.runs[0], stage) for stage in stages]
-        for problem in dict.fromkeys(problem for recipe in recipes for problem in recipe["problems"]):
-            print(f"missing: {problem}")
-        print(f"hours and memory (estimates): python -m benchmarks.scale --preset {comparison.preset}")
+        show_training(task, comparison, tflops)
         measured = len(comparison.arms) * (KEPT if task.item.stage == CHECKPOINTS else 1)
-        each = measuring(parameters_named(recipes[0]["flags"]["model_name_or_path"])) if samples else None
+        model = task.recipes(comparison)[0]["flags"]["model_name_or_path"]
+        each = measuring(parameters_named(model)) if samples else None
         if each is not None:
             print(f"hours to measure them (estimate): {measured * each:.2g}")
     if samples:
@@ -365,6 +408,28 @@ def show(task: Reproduction) -> None:
         print(shlex.join(["python", *words[1:]]))
     for note in task.item.notes:
         print(f"note: {note}")
+
+
+def show_training(task: Reproduction, comparison: Comparison, tflops: float | None) -> None:
+    """Prints what the arms of a preset are trained on, by which commands, and about how long it takes."""
+    recipes = task.recipes(comparison)
+    print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
+    for step in task.inputs(comparison):
+        print(f"first: {shlex.join(['python', *step.command[1:]])}")
+    for problem in dict.fromkeys(trained_inputs.callers(recipes)):
+        print(f"missing: {problem}")
+    stages = zip(task.stages, recipes, strict=True)
+    each = [training_hours(stage, recipe, tflops) if tflops else None for stage, recipe in stages]
+    if comparison.demo:
+        print("hours to train them: docs/first-hour.md has measured times")
+    elif None in each:
+        print("hours to train them: not estimated; docs/scale.md has estimates")
+    else:
+        shown = " + ".join(f"{time:.2g}" for time in each)
+        print(f"hours to train each (estimate, for the devices here): {shown}; docs/scale.md has other devices")
+    if not task.item.commands:
+        evaluation = comparison.evaluation(comparison.runs[0]).command
+        print(f"then for each, not estimated: {shlex.join(evaluation)}")
 
 
 def device_sentence(samples: int, tflops: float | None) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava.analysis.norm_params import PAPER_ROWS
-from llava.eval.results import PAPER_COLUMNS, RESULTS_FILE, read_results
-from llava.experiment.paper import TABLE_4
+from llava.eval.results import PAPER_COLUMNS, RESULTS_FILE, Results, read_results
+from llava.experiment.paper import MEANS, TABLE_4
 from llava.experiment.report_tables import Rows
 from llava.experiment.runs import Run
 from llava.launch.devices import resolve_devices
@@ -68,24 +68,45 @@ def init_rows(measured: Rows) -> Rows:
 
 
 def score_rows(preset: str, runs: Sequence[Run]) -> Rows:
-    """Table 4: each benchmark's score of every arm; none for a preset that is not the paper's."""
+    """Table 4: each benchmark's score of every arm, and the mean of all nine; the paper's for its own presets."""
     llm = next((name for name in TABLE_4 if name.lower() == preset), None)
+    titles = {task: title for title, task in PAPER_COLUMNS.items()}
     rows: Rows = []
-    if llm is None:
-        return rows
     for run in runs:
-        tasks = read_results(run.folder("eval") / RESULTS_FILE).tasks
-        rows += [
-            compared(f"{llm}, {run.arm}: {title}", TABLE_4[llm][run.arm][task], tasks[task].score)
-            for title, task in PAPER_COLUMNS.items()
-            if task in tasks
-        ]
+        scores = {task: result.score for task, result in scored(run).tasks.items()}
+        published = TABLE_4[llm][run.arm] if llm else {}
+        name = f"{llm or preset}, {run.arm}"
+        for task, score in scores.items():
+            rows.append(compared(f"{name}: {titles.get(task, task)}", published.get(task), score))
+        if llm and scores.keys() >= published.keys():
+            mean = sum(scores[task] for task in published) / len(published)
+            rows.append(compared(f"{name}: mean", MEANS[llm][run.arm], mean))
     return rows
 
 
-def compared(what: str, paper: float, ours: float | None) -> dict[str, str | float | None]:
+def limit_notes(preset: str, runs: Sequence[Run]) -> list[str]:
+    """What has to be said of scores that are not over all questions."""
+    limits = {run.arm: scored(run).settings.get("limit") for run in runs}
+    text = "only the first {} questions of each benchmark."
+    return [f"{preset}, {arm}: {text.format(limit)}" for arm, limit in limits.items() if limit]
+
+
+def scored(run: Run) -> Results:
+    return read_results(run.folder("eval") / RESULTS_FILE)
+
+
+def samples_note(results: Path, requested: int) -> str:
+    """How many samples a folder of `llava.analysis` was measured on."""
+    origins = [json.loads(file.read_text(encoding="utf-8"))["provenance"] for file in sorted(results.glob("*.json"))]
+    counts = {origin["samples"] - len(origin["unreadable"]) for origin in origins if origin["samples"]}
+    fewer = f" of {requested} requested" if counts != {requested} else ""
+    return f"{' or '.join(map(str, sorted(counts)))} samples{fewer}; "
+
+
+def compared(what: str, paper: float | None, ours: float | None) -> dict[str, str | float | None]:
     """A row of the page."""
-    return {"": what, "paper": paper, "ours": ours, "difference": None if ours is None else ours - paper}
+    difference = None if paper is None or ours is None else ours - paper
+    return {"": what, "paper": paper, "ours": ours, "difference": difference}
 
 
 def markdown_table(rows: Rows) -> str:
@@ -105,4 +126,4 @@ def device() -> str:
         return machine()
     import torch  # after the measurements, which are processes of their own
 
-    return torch.cuda.get_device_name(0)
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "GPUs that are not here"

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llava.eval.evaluate import parser as evaluation
 from llava.eval.paired import MEAN, score_benchmarks
 from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
 from llava.experiment.answers import UNTOUCHED
@@ -255,13 +256,22 @@ def has_ended(run: Run, stage: str) -> bool:
 
 
 def refuse_other_recipe(folder: Path, entry: Entry, runs: Sequence[Run], rows: Rows) -> None:
-    """Raises ValueError unless the runs are the recipe's, scored on all of its tasks."""
+    """Raises ValueError unless the runs are the recipe's, scored on all of its tasks as its command scores them."""
     if entry["changed"]:
         raise ValueError(f"{folder}: not the recipe {entry['preset']}: {entry['changed']} (stage: flag: recipe, run)")
     for run in runs:
         if missing := [task for task in rows.tasks if task not in run.results.tasks]:
             again = f"{rows.evaluate} {run.results.checkpoint} --output-dir {run.folder('eval')}"
             raise ValueError(f"{folder}: missing: {run.name}: scores of {', '.join(missing)}; run: {again}")
+        if changed := other_settings(run):
+            raise ValueError(f"{folder}: {run.name} was scored with other settings: {changed} (usual, this)")
+
+
+def other_settings(run: Run) -> dict[str, tuple[object, object]]:
+    """The settings, besides a limit, by which a run's scores differ from those that its row's command gives."""
+    config = json.loads((run.folder(STAGES[-1]) / "config.json").read_text(encoding="utf-8"))
+    usual = {"conv_template": config.get("mm_conv_version"), "mmlu_fewshot": evaluation().get_default("mmlu_fewshot")}
+    return differences(usual, {name: run.results.settings.get(name, ABSENT) for name in usual}, ABSENT)
 
 
 # --- what the runs recorded -------------------------------------------------------------------------------------------

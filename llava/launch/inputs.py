@@ -226,14 +226,26 @@ def _json_fault(file: Path) -> str:
         return f"expected JSON in {file}, found something else ({error})"
 
 
+def cache_of(name: str) -> Path:
+    """Where the hub's library keeps a model."""
+    return Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub") / f"models--{name.replace('/', '--')}"
+
+
+def is_cached(name: str) -> bool:
+    """Whether a model of the hub was downloaded."""
+    return (cache_of(name) / "snapshots").is_dir()
+
+
+def _hub_home() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+
+
 def gated_hint(name: str) -> str:
     """What a gated model of the hub needs before it can be downloaded; empty for others and where it is downloaded."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    if not name.startswith(GATED) or (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir():
+    if not name.startswith(GATED) or is_cached(name):
         return ""
     accept = f"gated: accept its licence at https://huggingface.co/{name}"
-    token = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    token = Path(os.environ.get("HF_TOKEN_PATH") or _hub_home() / "token")
     if os.environ.get("HF_TOKEN") or token.is_file():
         return f"{accept} with the account whose token is used here, if that is not done yet"
     return f"{accept}, then log in: hf auth login (or set HF_TOKEN)"

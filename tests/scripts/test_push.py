@@ -6,7 +6,7 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
-from hub_server import OWNER, READER, WRITER, serve
+from hub_server import OWNER, READER, WRITER, serve, use
 from safetensors.torch import save_file
 
 from llava.export.__main__ import main
@@ -44,9 +44,7 @@ def folder(tmp_path):
 def hub(monkeypatch):
     """The stand-in, which huggingface_hub takes for the hub, with a token that may write."""
     with serve() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # its storage has no stand-in
+        use(hub, monkeypatch)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield hub
 

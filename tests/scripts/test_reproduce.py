@@ -1,6 +1,7 @@
 """`scripts/reproduce.sh`: what an item fetches from a hub, refuses, measures and writes, with tiny models."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from PIL import Image
 from shell import bash, only
 
 from llava.analysis.commands import COMMANDS
+from llava.eval.results import PAPER_COLUMNS
 from llava.experiment.commands import main
 from llava.experiment.reproduce import BENCHMARKS, ITEMS, MODELS
-from llava.experiment.reproduce_page import compared, init_rows, paper_rows, score_rows
+from llava.experiment.reproduce_page import compared, init_rows, limit_notes, paper_rows, samples_note, score_rows
 from llava.model.multimodal_projector.norm import PAPER_ARMS
 
 LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwen2.5-VL": "llama_tied"}
@@ -161,10 +163,23 @@ def test_rows_have_the_papers_number_ours_and_the_difference():
     assert gain == compared("layernorm: gain L2", 2.2812, 2.5)  # of the last checkpoint
 
 
-def test_scores_are_compared_for_the_papers_presets_alone(monkeypatch):
+def test_scores_are_compared_for_the_papers_presets_and_shown_for_others(monkeypatch):
     task = type("T", (), {"score": 90.0})
-    results = type("R", (), {"tasks": {"pope": task}})
+    results = type("R", (), {"tasks": {"pope": task}, "settings": {"limit": None}})
     monkeypatch.setattr("llava.experiment.reproduce_page.read_results", lambda path: results)
     run = type("Run", (), {"arm": "none", "folder": lambda self, part: Path(part)})()
     assert score_rows("qwen2.5-7b", [run]) == [compared("Qwen2.5-7B, none: POPE", 87.51, 90.0)]
-    assert score_rows("demo", [run]) == []
+    assert score_rows("demo", [run]) == [compared("demo, none: POPE", None, 90.0)]
+    assert limit_notes("demo", [run]) == []
+    results.settings["limit"] = 20
+    assert limit_notes("demo", [run]) == ["demo, none: only the first 20 questions of each benchmark."]
+    results.tasks = dict.fromkeys(PAPER_COLUMNS.values(), task)
+    assert score_rows("qwen2.5-7b", [run])[-1] == compared("Qwen2.5-7B, none: mean", 68.49, 90.0)
+
+
+def test_the_page_says_how_many_samples_were_measured(tmp_path):
+    for name, samples, unreadable in (("a", 12, ["cut"]), ("b", 12, ["cut"]), ("c", None, [])):
+        document = {"provenance": {"samples": samples, "unreadable": unreadable}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    assert samples_note(tmp_path, 11) == "11 samples; "
+    assert samples_note(tmp_path, 1000) == "11 samples of 1000 requested; "

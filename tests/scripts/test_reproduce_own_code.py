@@ -215,6 +215,12 @@ def test_table3_measures_ovis_visual_and_text_vocabularies(reproduce, ovis):
     assert "| Ovis2.5, visual vocabulary: mean | 64 | " in page
 
 
+def test_the_theory_is_measured_in_both_of_its_models(reproduce):
+    page, folder = reproduce("theory", "LLaVA-1.5", "Qwen2.5-VL")
+    assert {row["model"] for row in table(folder, "theory")} == {"LLaVA-1.5", "Qwen2.5-VL"}
+    assert "12 samples; " in page
+
+
 @pytest.mark.parametrize(("item", "model"), [("fig2", "Ovis2.5"), ("fig3", "Kimi-VL")])
 def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, request):
     others = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V") if item == "fig3" else ()

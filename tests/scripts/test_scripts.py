@@ -403,25 +403,33 @@ FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
 @pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", [24, 48, 80])
 @pytest.mark.parametrize("count", [1, 8])
-def test_presets_for_one_card_resolve_on_any_card_without_another_word(count, gigabytes, tool_path):
-    """What the trainer then chooses is tested in tests/unit/test_zero_choice.py."""
+def test_every_preset_resolves_on_any_card_in_both_stages_and_by_lora(count, gigabytes, tool_path, tmp_path):
+    """What the trainer then chooses for `auto` is tested in tests/unit/test_zero_choice.py."""
     memory = 1024 * gigabytes - 12  # nvidia-smi lists a little less than what is sold
     path = tool_path(
         "nvidia-smi", f'for i in $(seq {count}); do [ "$1" = -L ] && echo "GPU $i: x" || echo {memory}; done'
     )
 
-    def found(preset):
-        run = resolved_run("finetune", PATH=path, PRESET=preset, LORA=int(preset == "3b-qwen"))
-        flags = run["flags"]
-        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True, "memory_gib": gigabytes}
-        assert (flags["deepspeed"], flags["max_tokens_per_micro_batch"]) == ("auto", "auto")
-        assert run["batch"]["global"] == 128 and flags["model_name_or_path"].startswith("Qwen/Qwen")
-        assert not [
-            each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed") and each["hint"]
-        ]
+    def check(preset, stage, lora):
+        run = resolved_run(stage, PATH=path, PRESET=preset, LORA=lora, HF_HOME=tmp_path)
+        flags, by_memory = run["flags"], preset in FOR_ONE_CARD
+        seen = {"memory_gib": gigabytes} if by_memory else {}
+        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True} | seen, preset
+        chosen = [flags.get(name) == "auto" for name in ("deepspeed", "max_tokens_per_micro_batch")]
+        assert chosen == [by_memory, by_memory], preset
+        batch = {"pretrain": 16, "finetune": 8} if preset == "demo" else {"pretrain": 256, "finetune": 128}
+        sizes = run["batch"]
+        assert sizes["global"] == batch[stage] == count * sizes["per_device"] * sizes["accumulation"], preset
+        assert (flags.get("lora_r"), flags["output_dir"][-5:] == "-lora") == (("128", True) if lora else (None, False))
+        models = [each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed")]
+        gated = [each["value"] for each in models if "gated" in each["hint"]]
+        assert gated == ["meta-llama/Llama-3.2-3B-Instruct"] * (preset == "llama-3.2-3b")
+        assert preset == "demo" or {each["state"] for each in models} <= {"hub", "found"}
 
+    kinds = (("pretrain", 0), ("finetune", 0), ("finetune", 1))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(found, FOR_ONE_CARD))
+        for done in [pool.submit(check, preset, *kind) for preset in PRESETS for kind in kinds]:
+            done.result()
 
 
 def test_a_dry_run_says_what_auto_goes_by_and_that_a_model_is_gated(tool_path, tmp_path):

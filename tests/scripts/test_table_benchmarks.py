@@ -1,14 +1,18 @@
-"""Benchmarks of published tables: unmodified tasks of stock lmms-eval, offline, on a model with known scores."""
+"""Benchmarks of published tables: unmodified tasks of stock lmms-eval on a model with known scores.
+
+The data sets come from a stand-in for the hub, by its own library, and from folders without a network.
+"""
 
 import importlib.util
-import os
 import subprocess
 import sys
 
+import hub_server
 import pytest
 import table_benchmarks
 from benchmark_data import KINDS, PLAN
 from paths import ROOT
+from shell import only
 
 from llava.eval.collect import collect
 from llava.eval.tasks import TASKS
@@ -23,15 +27,41 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """A folder for each task with what lmms-eval leaves."""
+def data(tmp_path_factory):
+    """A folder with the data sets."""
     folder = tmp_path_factory.mktemp("tables")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    code = f"{ROOT}:{ROOT / 'tests/support'}"
-    command = [sys.executable, table_benchmarks.__file__, str(folder / "hub"), str(folder / "output")]
-    done = subprocess.run(
-        command, env=os.environ | offline | {"PYTHONPATH": code}, capture_output=True, text=True, timeout=900
-    )
+    table_benchmarks.write_all(folder)
+    return folder
+
+
+def scored(folder, cwd, **env):
+    """Lets stock lmms-eval score the model; the process."""
+    variables = {"HF_HOME": folder / "cache", "HF_HUB_DISABLE_XET": 1, "HOME": folder, "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", **env}
+    command = [sys.executable, table_benchmarks.__file__, str(folder / "output")]
+    return subprocess.run(command, cwd=cwd, env=only(**variables), capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def hub(data):
+    """A hub with the data sets."""
+    with hub_server.serve() as hub:
+        for readme in data.rglob("README.md"):
+            name = readme.parent.relative_to(data).as_posix()
+            files = {str(f.relative_to(readme.parent)): f.read_bytes() for f in readme.parent.rglob("*") if f.is_file()}
+            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": files})
+        yield hub
+
+
+@pytest.fixture(scope="module", params=["hub", "folders"])
+def output(request, data, tmp_path_factory):
+    """A folder for each task with what lmms-eval leaves."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "folders":
+        done = scored(folder, data, HF_HUB_OFFLINE=1)
+    else:
+        hub = request.getfixturevalue("hub")
+        done = scored(folder, folder, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE=0, HF_TOKEN=hub_server.READER)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "output"
 

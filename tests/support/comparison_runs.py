@@ -27,7 +27,8 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         folder = run.folder(stage)
         folder.mkdir(parents=True)
         (folder / "mm_projector.bin").write_text(f"{seed} {arm} {stage}")
-        (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "mm_projector_norm": norm}))
+        config = {"hidden_size": 8, "mm_projector_norm": norm, "mm_conv_version": "chatml"}
+        (folder / "config.json").write_text(json.dumps(config))
         model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
         model["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
         model["mm_projector_norm_init"] = "default" if norm != arm else "text_norm"
@@ -77,7 +78,7 @@ def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> 
         ]
         made[task] = TaskResult("accuracy", 100 * float(hit.mean()), samples, CHANCE.get(task), 1.0, "data")
     fingerprint = revision(str(run.folder("finetune")))
-    settings = {"conv_template": "chatml", "limit": None, "num_gpus": 0}
+    settings = {"conv_template": "chatml", "limit": None, "mmlu_fewshot": 5, "num_gpus": 0}
     versions = {"torch": "0.1.0"}
     results = Results(str(run.folder("finetune")), fingerprint, "evaluate", versions, settings, "2026-01-01", made)
     write_results(results, run.folder("eval"))

@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 
+from huggingface_hub import constants
 from local_server import QuietHandler, listening
 
 WRITER, READER = "hf_writer", "hf_reader"  # tokens; any other is not accepted
@@ -40,7 +42,7 @@ class Hub:
     Attributes:
         models: repositories by id.
         received: names of requests, and of every file whose content came.
-        fails: a request's name whose connection is cut, or None.
+        fails: part of a request, method and path, whose connection is cut, or None.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,17 @@ class Hub:
 
 def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def entries(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, str | int]]:
+    """The files and folders below a folder of a repository."""
+    below = {path: content for path, content in files.items() if path.startswith(f"{folder}/") or not folder}
+    depth = folder.count("/") + 2 if folder else 1
+    parents = {"/".join(path.split("/")[:count]) for path in below for count in range(depth, path.count("/") + 1)}
+    shown = [{"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0} for path in sorted(parents)]
+    shown += [{"type": "file", "path": path, "oid": git_hash(content), "size": len(content)}
+              for path, content in below.items()]  # fmt: skip
+    return [entry for entry in shown if recursive or str(entry["path"]).count("/") == depth - 1]
 
 
 class _Handler(QuietHandler):
@@ -111,9 +124,7 @@ class _Handler(QuietHandler):
         if rest[:1] == ["auth-check"]:
             self._refuse_gated(repository) or self._answer({})
         elif rest[:1] == ["tree"]:
-            entries = [{"type": "file", "path": path, "size": len(content), "oid": git_hash(content)}
-                       for path, content in files.items()]  # fmt: skip
-            self._answer(entries)
+            self._answer(entries(files, "/".join(rest[2:]), "recursive=true" in self.path.lower()))
         else:
             siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]
             gated = "manual" if repository.gated else False
@@ -124,9 +135,12 @@ class _Handler(QuietHandler):
         """`[/datasets]/OWNER/NAME/resolve/REVISION/PATH`."""
         owner, name, _, _, *path = self.path.partition("?")[0].removeprefix("/datasets").strip("/").split("/")
         repository = self.hub.models[f"{owner}/{name}"]
-        if self._cut(self.path) or self._refuse_gated(repository):
+        if self._cut(f"{self.command} {self.path}") or self._refuse_gated(repository):
             return
-        content = repository.branches["main"][unquote("/".join(path))]
+        content = repository.branches["main"].get(unquote("/".join(path)))
+        if content is None:
+            self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
         self.hub.received.append(f"{self.command} {'/'.join(path)}")
         self.send_response(200)
         for header, value in (("ETag", f'"{git_hash(content)}"'), ("X-Repo-Commit", repository.sha())):
@@ -232,3 +246,12 @@ def serve() -> Iterator[Hub]:
     hub = Hub()
     with listening(_Handler, hub=hub) as hub.endpoint:
         yield hub
+
+
+def use(hub: Hub, monkeypatch: Any) -> None:
+    """Lets huggingface_hub in this process take the stand-in for the hub."""
+    template = hub.endpoint + constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage has no stand-in

@@ -2,11 +2,11 @@
 
 The model says A to warm colours and B to cold ones (Yes and No to MME, words where people's answers are cleaned of
 articles), so that its score on each is known.
-`python table_benchmarks.py HUB OUTPUT` writes the data sets into HUB and lets stock lmms-eval score the model.
+`python table_benchmarks.py OUTPUT` lets stock lmms-eval score the model, on data sets of the working directory if they
+are there, else of the hub.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -102,10 +102,13 @@ def rows() -> dict[str, dict[str, dict[str, list[dict]]]]:
     }
 
 
-def main(hub: Path, output: Path) -> None:
+def write_all(root: Path) -> None:
+    """Writes every data set below `root`."""
     for name, configs in rows().items():
-        write(hub / name, configs)
-    os.chdir(hub)
+        write(root / name, configs)
+
+
+def main(output: Path) -> None:
     from lmms_eval import evaluator
     from lmms_eval.api.model import lmms
     from lmms_eval.tasks import TaskManager
@@ -142,4 +145,4 @@ def main(hub: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ import pytest
 from messages import is_printed
 from paths import ROOT
 
+from llava.eval.tasks import GROUPS
 from llava.launch.settings import NAMES
 
 PAGES = {
@@ -317,6 +318,11 @@ def test_a_command_that_is_wrong_is_seen(helps):
     ):
         known = helps | {"llava.analysis theory": "usage: --model"}
         assert [fault for words in commands(text) for fault in faults(words, known)] == [fault]
+
+
+def test_llavas_published_scores_have_the_command_of_every_task_of_its_table():
+    table = PAGES["docs/recipe.md"].partition("## LLaVA-1.5")[2]
+    assert sorted(re.findall(r"--tasks (\S+)` \|$", table, re.MULTILINE)) == sorted(GROUPS["llava-1.5"])
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

@@ -252,6 +252,19 @@ def test_missing_data_captioners_and_a_used_folder_are_refused_at_once(harness, 
     assert not harness.ran
 
 
+def test_data_sets_of_the_hub_need_a_token_before_a_harness_is_started(harness, monkeypatch, capsys):
+    words = [str(harness.checkpoint), "--output-dir", str(harness.output), "--num-gpus", "0", "--tasks"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(harness_module, "get_token", lambda: None)
+    assert main([*words, "pope,hellaswag"]) == 2 and not harness.ran
+    assert "--tasks pope: lmms-eval loads data sets of the hub with a token only" in (error := capsys.readouterr().err)
+    assert "hf auth login" in error and "--data-dir" in error
+    monkeypatch.setattr(harness_module, "get_token", lambda: "hf_x")
+    assert main([*words, "pope"]) == 0 and harness.ran == ["pope"]
+    monkeypatch.setattr(harness_module, "get_token", lambda: None)
+    assert main([*words, "pope"]) == 0 and harness.ran == ["pope"]  # it is finished
+
+
 def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_path):
     settings = {"conv_template": "qwen_1_5", "context": 8192}
     on_eight = parser().parse_args(["org/model", "--num-gpus", "8", "--batch-size", "4", "--limit", "3"])

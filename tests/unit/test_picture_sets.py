@@ -8,6 +8,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import hub_server
 import pytest
 from data_files import TURNS, encoded, noise
 from file_server import serve_files
@@ -16,7 +17,7 @@ from llava.data import picture_sets, prepare
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
-SOURCE = "llava-665k"
+SOURCE, RECORDS = "llava-665k", "llava_v1_5_mix665k.json"
 ARCHIVED = ["coco/train2017", "gqa/images", "textvqa/train_images", "vg/VG_100K", "vg/VG_100K_2"]
 JPEG, PNG, GIF = (encoded(noise(seed=i), kind) for i, kind in enumerate(("JPEG", "PNG", "GIF")))
 PIXEL = encoded(noise(seed=9).resize((1, 1)), "GIF")
@@ -44,15 +45,13 @@ def web(tmp_path, monkeypatch):
     records += [{"id": "again", "image": names[0], "conversations": TURNS}]
     records += [{"id": "text", "conversations": [{"from": "human", "value": "hi"}, TURNS[1]]}]
 
-    def snapshot_download(repository, *, repo_type, allow_patterns, local_dir):
-        assert repository == "liuhaotian/LLaVA-Instruct-150K" and allow_patterns == ["llava_v1_5_mix665k.json"]
-        Path(local_dir).mkdir(parents=True, exist_ok=True)
-        Path(local_dir, *allow_patterns).write_text(json.dumps(records))
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the suite is offline, the server is here
+    repository = hub_server.Repository(prepare.SOURCES[SOURCE].repository, public=True)
+    repository.branches["main"] = {RECORDS: json.dumps(records).encode(), "llava_instruct_80k.json": b"not needed"}
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with serve_files() as files:
+    with hub_server.serve() as hub, serve_files() as files:
+        hub.models[repository.name] = repository
+        hub_server.use(hub, monkeypatch)
+        files.hub = hub
         sets = [
             replace(each, archive=each.archive and f"{files.address}/{each.folder}.zip",
                     links=each.links and f"{files.address}/dataset.json")
@@ -91,8 +90,9 @@ def test_every_set_lies_in_llavas_folders_and_the_preflight_finds_nothing(web, t
     assert "OCR-VQA (ocr_vqa/images): 3, all here" in out
     assert f"DATA_PATH={folder}/llava_v1_5_mix665k.json IMAGE_FOLDER={folder} PRESET" in out
     assert "records   15: 14 with images, 1 text only" in out and "faults    none" in out
-    asked = len(web.asked)
-    assert run(folder) == 0 and len(web.asked) == asked
+    assert [name for name in web.hub.received if name.startswith("GET")] == [f"GET {RECORDS}"]
+    web.asked.clear(), web.hub.received.clear()
+    assert run(folder) == 0 and not web.asked and not web.hub.received
 
 
 def test_book_covers_get_the_names_of_the_records_whatever_their_format(web, tmp_path):
@@ -128,6 +128,16 @@ def test_a_cut_connection_is_continued_where_it_stopped(web, tmp_path, monkeypat
     assert len(whole) > 2000 and starts == list(range(0, len(whole), 1000))
     kept = hashlib.sha256((tmp_path / "archives/gqa-images.zip").read_bytes()).hexdigest()
     assert kept == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.parametrize("request_", ["HEAD", "GET"])
+def test_a_hub_that_cuts_the_connection_is_named_and_the_same_command_resumes(web, tmp_path, capsys, request_):
+    web.hub.fails = f"{request_} /datasets/liuhaotian/LLaVA-Instruct-150K/resolve/"
+    assert run(tmp_path) == 2
+    assert "liuhaotian/LLaVA-Instruct-150K cannot be downloaded to" in (err := capsys.readouterr().err)
+    assert "rerun the same command to resume" in err and not web.asked
+    web.hub.fails = None
+    assert run(tmp_path) == 0
 
 
 def test_a_source_that_fails_does_not_stop_the_others_and_the_same_command_resumes(web, tmp_path, capsys):
@@ -263,7 +273,7 @@ def test_pictures_that_an_archive_lacks_and_unknown_folders_are_counted(web, tmp
     web.contents["/gqa/images.zip"] = zipped({"images/1.jpg": picture("gqa/images", 1)})
     assert run(tmp_path) == 1
     assert f"1 of 2 here, 1 missing: 1 not in {tmp_path}/archives/gqa-images.zip (2.jpg)" in capsys.readouterr().out
-    file = tmp_path / "llava_v1_5_mix665k.json"
+    file = tmp_path / RECORDS
     file.write_text(json.dumps([{"id": 1, "image": "other/../gqa/9.jpg", "conversations": TURNS}]))
     assert run(tmp_path) == 1
     assert "other/../gqa: 1 named by records, from no source that is known here" in capsys.readouterr().out

@@ -248,6 +248,17 @@ def test_a_row_takes_all_tasks_on_all_questions(tmp_path):
         entry_of(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "value"), [("mmlu_fewshot", 0), ("conv_template", "vicuna_v1")])
+def test_a_row_takes_scores_by_its_own_command_alone(tmp_path, name, value):
+    path = trained(tmp_path, 42, "none").folder("eval") / "results.json"
+    content = json.loads(path.read_text())
+    usual, content["settings"][name] = content["settings"][name], value
+    path.write_text(json.dumps(content))
+    message = re.escape(f"none, seed 42 was scored with other settings: {{'{name}': ({usual!r}, {value!r})}}")
+    with pytest.raises(ValueError, match=message):
+        entry_of(tmp_path)
+
+
 def test_a_doubled_result_is_refused_with_both_names(comparison, docs, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(comparison, copy)
