@@ -12,13 +12,14 @@ groups, PEFT's `modules_to_save`, FSDP, ZeRO and `save_pretrained` treat them as
 Shapes: N any leading dimensions, D LLM hidden size.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, TrainerCallback, TrainerState
 from transformers.activations import ACT2FN
 
 from llava.families import (
@@ -40,6 +41,7 @@ from llava.model.multimodal_projector.norm import (
     record_norm,
 )
 from llava.model.zero3 import full_shape
+from llava.utils import plugins
 
 RECORD = "llava_attached"
 """The config's entry: what builds the norm, and where it is."""
@@ -48,7 +50,17 @@ CHILD = "mm_norm"
 NAME_SUFFIX = " with the norm of llava.attach"
 NEEDS_ATTACH = ", and a norm behind the projector: load this folder by llava.attach.load_attached"
 """Ends the activation's name in the config, which a class without the norm looks up and does not find."""
-ATTACHABLE = [name for name, norm in NORM_TYPES.items() if norm and not norm.measures_tokens]
+_UNTRAINED = "original_module"
+"""PEFT's name for the copy of a module in `modules_to_save` that is the reference without the adapter."""
+_CONVERSIONS, _BEFORE = "_weight_conversions", "_weight_conversions_before_attach"
+"""The attribute by which `save_pretrained` renames parameters, and where its value is kept meanwhile."""
+_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Options of `from_pretrained` that say where a folder is, for its config too."""
+
+
+def attachable() -> list[str]:
+    """The norms that `attach` takes: those whose gain the target alone decides, a plug-in's too."""
+    return [name for name, norm in NORM_TYPES.items() if norm and not norm.measures_tokens]
 
 
 def attach(
@@ -70,7 +82,7 @@ def attach(
 
     Args:
         model: loaded, of a class of transformers that takes pictures.
-        norm: a key of `NORM_TYPES` whose gain the target alone decides.
+        norm: see `attachable`.
         init: initial norm of a visual token, see `parse_init`; `text_norm` is measured on what the model's own text
             embedding returns.
         eps, min_gain, learnable: see `ProjectorNorm`.
@@ -95,7 +107,9 @@ def attach(
     embedding = text_embedding(model)
     record: Any = SimpleNamespace(hidden_size=full_shape(embedding.get_parameter("weight"))[-1])
     record_norm(record, fields, embedding)
-    _insert(model, vars(record) | {"projectors": paths, "retrofit": retrofit})
+    own_parts = {plugins.CONFIG_FIELD: files} if (files := plugins.record()) else {}
+    _insert(model, vars(record) | {"projectors": paths, "retrofit": retrofit} | own_parts)
+    _keep_names(model)
     for config, field in guarded:
         setattr(config, field, getattr(config, field) + NEEDS_ATTACH)
     _rename(model, f"{model.config.name_or_path}{NAME_SUFFIX}")
@@ -106,17 +120,24 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Takes the norm away, with what it learned, and returns `model`, which is then as before `attach`.
 
     Raises:
-        ValueError: no norm is attached.
+        ValueError: no norm is attached, or PEFT or a trainer has wrapped the model or its projector.
     """
     record = getattr(model.config, RECORD, None)
     if record is None:
         raise ValueError(f"detach: {type(model).__name__} has no attached norm")
-    for path in record["projectors"]:
-        projector = model.get_submodule(path)
+    modules = dict(model.named_modules())
+    projectors = [modules.get(path, nn.Module()) for path in record["projectors"]]
+    if not all(CHILD in dict(projector.named_children()) for projector in projectors):
+        raise ValueError(
+            f"detach: {type(model).__name__} is wrapped, or its projector is; expected the model that attach returned "
+            "(with PEFT: what merge_and_unload() or unload() returns)"
+        )
+    for projector in projectors:
         delattr(projector, CHILD)
         for key in [key for key, hook in projector._forward_hooks.items() if hook is _end_with_norm]:
             del projector._forward_hooks[key], projector._forward_hooks_with_kwargs[key]
     _unguard(model.config)
+    vars(model)[_CONVERSIONS] = vars(model).pop(_BEFORE)
     _rename(model, str(model.config.name_or_path).removesuffix(NAME_SUFFIX))
     return model
 
@@ -126,15 +147,22 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
 
     Args:
         folder: or a hub id.
-        options: of `from_pretrained`, such as `dtype` and `device_map`.
+        options: of `from_pretrained`, such as `dtype`, `device_map` and `revision`.
 
     Raises:
-        ValueError: the folder is not of a model with an attached norm, or lacks the norm's weights.
+        ValueError: the folder is not of a model with an attached norm, lacks the norm's weights, or needs a plug-in
+            that is not loaded.
     """
-    config = AutoConfig.from_pretrained(folder)
+    if Path(folder, "adapter_config.json").is_file():
+        raise ValueError(
+            f"load_attached {folder}: an adapter of PEFT; load its base, attach with the same arguments, then call "
+            "PeftModel.from_pretrained"
+        )
+    config = AutoConfig.from_pretrained(folder, **{name: options[name] for name in _HUB if name in options})
     record = getattr(config, RECORD, None)
     if record is None:
         raise ValueError(f"load_attached {folder}: config.json has no {RECORD}; expected a model that attach changed")
+    plugins.require(record, folder)
     _unguard(config)
     assert config.architectures  # `save_pretrained` writes it
     plain = getattr(transformers, config.architectures[0])
@@ -152,6 +180,7 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
         raise ValueError(f"load_attached {folder}: config.json has {RECORD}, but the weights lack {', '.join(lost)}")
     for part, field in _activations(model.config):
         setattr(part, field, getattr(part, field) + NEEDS_ATTACH)
+    _keep_names(model)
     return model
 
 
@@ -189,30 +218,45 @@ class Blend(nn.Module):
 
 
 class Retrofit(TrainerCallback):
-    """Moves the blend of `attach(..., retrofit=N)` by one at the end of every optimizer step."""
+    """Moves the blend of `attach(..., retrofit=N)` by one at the end of every optimizer step.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        self._advance(model, 0)
+    Raises:
+        ValueError: the model has no blend, or a resumed run's blend was not read.
+    """
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        step = min(int(blend.step) for blend in self._advance(model, 0))
+        if step < state.global_step:
+            raise ValueError(
+                f"Retrofit: the run resumes after step {state.global_step}, but its blend is at step {step}, so the "
+                "checkpoint lacks it or was not read. With LoRA, list the projector in modules_to_save"
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         self._advance(model, 1)
 
-    def _advance(self, model: nn.Module | None, steps: int) -> None:
-        blends = [module for module in (model.modules() if model else ()) if isinstance(module, Blend)]
+    def _advance(self, model: nn.Module | None, steps: int) -> list[Blend]:
+        named = model.named_modules() if model else ()
+        blends = [module for name, module in named if isinstance(module, Blend) and _UNTRAINED not in name.split(".")]
         if not blends:
             raise ValueError("Retrofit: the model has no blend; expected attach(model, ..., retrofit=N)")
         for blend in blends:
             blend.advance(steps)
+        return blends
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _refuse(model: PreTrainedModel, name: str, norm: str, retrofit: int, named: bool) -> None:
-    if norm not in ATTACHABLE:
-        raise ValueError(f"attach: norm: expected one of {', '.join(ATTACHABLE)}; found {norm!r}")
-    if not isinstance(retrofit, int) or retrofit < 0:
+    if norm not in attachable():
+        raise ValueError(f"attach: norm: expected one of {', '.join(attachable())}; found {norm!r}")
+    if not isinstance(retrofit, int) or isinstance(retrofit, bool) or retrofit < 0:
         raise ValueError(f"attach: retrofit: expected a number of steps, or 0; found {retrofit!r}")
+    if type(model).__module__.startswith("llava."):
+        raise ValueError(f"{name}: this tree's own model, which is trained with a norm by --mm_projector_norm")
     if getattr(transformers, type(model).__name__, None) is not type(model):
         raise ValueError(f"{name}: expected a class of transformers, not yet wrapped, which load_attached can make")
     if attached_norms(model):
@@ -246,6 +290,15 @@ def _insert(model: PreTrainedModel, record: dict[str, Any]) -> None:
         projector.add_module(CHILD, child.to(like.device, like.dtype).train(projector.training))
         projector.register_forward_hook(_end_with_norm, with_kwargs=True)
     setattr(model.config, RECORD, record)
+
+
+def _keep_names(model: PreTrainedModel) -> None:
+    """Has `save_pretrained` write the model's own names.
+
+    It writes many families' published ones instead, and no trainer that resumes by `load_state_dict` finds those.
+    """
+    own = vars(model)
+    own[_BEFORE], own[_CONVERSIONS] = own.get(_CONVERSIONS), []
 
 
 def _end_with_norm(projector: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -282,7 +282,8 @@ def text_embedding(model: PreTrainedModel) -> nn.Module:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         embedding = None
-    if embedding is None or getattr(embedding, "weight", None) is None or embedding.weight.ndim != 2:
+    weight = getattr(embedding, "weight", None)
+    if weight is None or len(getattr(weight, "ds_shape", weight.shape)) != 2:  # ZeRO-3 leaves a weight without its shape
         raise ValueError(f"{_name(model)}: get_input_embeddings gives no matrix of text embeddings, so none is known")
     return embedding
 

@@ -11,7 +11,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs}" # eval for the stock harnesses, docs for the site
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs,trl}" # eval for the stock harnesses, docs for the site
 ensure_environment
 
 # No test needs the model hub; without it they behave the same on every machine.

@@ -6,11 +6,14 @@ import re
 import shutil
 
 import pytest
+import saved_models
 import torch
+from saved_models import SAVED
 from tiny_models import SIZES, make
 from training import flags, greedy_tokens, load, loaded, losses
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
+from llava.attach import attach, attached_norms, load_attached
 from llava.experiment.arms import parse_arm
 from llava.experiment.runs import Run, check_runs
 from llava.export.__main__ import main as export_command
@@ -19,6 +22,7 @@ from llava.export.push import sort_out
 from llava.export.remote_code import code_files
 from llava.launch.flags import parse_flags as launcher_flags
 from llava.launch.recipe import resolved_run
+from llava.mm_utils import load_tokenizer
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, MODEL_CLASSES
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -247,6 +251,24 @@ def test_the_variable_makes_a_plug_ins_norm_an_arm(half, monkeypatch):
     assert parse_arm("half_rmsnorm@2x").norm == "half_rmsnorm"
 
 
+# --- in other trainers ------------------------------------------------------------------------------------------------
+
+
+def test_attach_takes_a_plug_ins_norm_and_its_folder_names_the_file(half, tmp_path):
+    model = saved_models.filled(SAVED["llava"].model()).eval()
+    with pytest.raises(ValueError, match="norm: expected one of layernorm, .*; found 'half_rmsnorm'"):
+        attach(model, "half_rmsnorm")
+    plugins.load(half)
+    attach(model, "half_rmsnorm").save_pretrained(tmp_path / "attached")
+    plugins.forget(half.name)
+    with pytest.raises(ValueError, match=f"norm half_rmsnorm comes from the plug-in my_parts.py .*{digest(half)}"):
+        load_attached(str(tmp_path / "attached"))
+    plugins.load(half)
+    again = load_attached(str(tmp_path / "attached"))
+    assert [type(norm).__name__ for norm in attached_norms(again)] == ["HalfNorm"]
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
 # --- flags and files --------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +344,68 @@ def test_an_optimizer_alone_is_recorded_but_not_needed_to_load(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path / "run", 2, optim="plain_sgd", plugin=path))
     plugins.forget(path.name)
     assert read_config(str(tmp_path / "run")).mm_plugins["steps.py"]["registers"] == ["optimizer plain_sgd"]
+
+
+FAMILY = """
+from transformers import SeedOssConfig, SeedOssForCausalLM, SeedOssModel
+from llava.model.language_model.families import Family
+from llava.plugin import register_family
+
+register_family(Family("OwnSeed", SeedOssConfig, SeedOssModel, SeedOssForCausalLM))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained_family(tiny, tmp_path_factory):
+    """A finished run of a decoder of a plug-in's family, with checkpoints; the language model; and the plug-in."""
+    folder = tmp_path_factory.mktemp("family")
+    path = folder / "decoder.py"
+    path.write_text(FAMILY)
+    torch.manual_seed(0)
+    options = {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}
+    config = SeedOssConfig(**SIZES | options, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    SeedOssForCausalLM(config).save_pretrained(folder / "plain")
+    load_tokenizer(str(tiny / "llama")).save_pretrained(folder / "plain")
+    options = {"model": folder / "plain", "plugin": path, "save_strategy": "steps", "save_steps": 1}
+    train_module.train(flags(tiny, folder / "run", 2, **options))
+    plugins.forget(path.name)
+    return folder / "run", folder / "plain", path
+
+
+def test_a_decoder_family_computes_as_the_plain_decoder_trains_and_resumes(tiny, tmp_path, trained_family):
+    run, plain, path = trained_family
+    plugins.load(path)
+    ids = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (model.eval()(input_ids=ids).logits for model in (make(tiny, plain), read_plain(plain)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    plugins.forget(path.name)
+
+    shutil.copytree(run / "checkpoint-1", tmp_path / "run/checkpoint-1")
+    shutil.copy(run / "resume.json", tmp_path / "run")
+    options = {"model": plain, "plugin": path, "save_strategy": "steps", "save_steps": 1}
+    train_module.train(flags(tiny, tmp_path / "run", 2, **options))
+    assert losses(tmp_path / "run" / LOG_FILE)[-1] == losses(run / LOG_FILE)[-1]
+    weights = [loaded(folder, torch.float32).state_dict() for folder in (run, tmp_path / "run")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    trained = weights[0]["model.layers.0.self_attn.o_proj.bias"]
+    assert not torch.equal(trained, read_plain(plain).state_dict()["model.layers.0.self_attn.o_proj.bias"])
+
+
+def read_plain(folder):
+    return SeedOssForCausalLM.from_pretrained(folder)
+
+
+def test_a_decoder_familys_checkpoint_answers_with_its_plug_in_and_names_it_without(trained_family, tmp_path):
+    run, _, path = trained_family
+    for reading in (lambda: load(run, None), lambda: export(str(run), tmp_path / "exported")):
+        with pytest.raises(ValueError, match=f"decoder llava_ownseed comes from the plug-in decoder.py .*{digest(path)}"):
+            reading()
+    plugins.load(path)
+    model = load(run, None)
+    assert type(model).__name__ == "LlavaOwnSeedForCausalLM" and len(greedy_tokens(model)) == 12
+    with pytest.raises(ValueError, match=r"needs the decoder llava_ownseed of decoder\.py"):
+        export(str(run), tmp_path / "exported")
 
 
 def test_a_decoder_family_is_added_and_taken_out_again(tmp_path):

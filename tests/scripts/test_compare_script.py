@@ -90,6 +90,33 @@ def test_every_step_in_order_and_a_rerun_trains_and_measures_nothing(compare):
     assert "(trained), '0.5' (now)" in refused.stderr
 
 
+PLUGIN = """
+from llava.model.multimodal_projector.norm import AlignedRMSNorm
+from llava.plugin import register_norm
+
+register_norm("half_rmsnorm", type("HalfNorm", (AlignedRMSNorm,), {"__module__": __name__}))
+"""
+
+
+@pytest.mark.slow
+def test_an_arm_of_a_plug_in_is_trained_evaluated_and_compared(compare, tmp_path):
+    run, seen = compare
+    (tmp_path / "my_parts.py").write_text(PLUGIN)
+    flags = ("--arms", "none,half_rmsnorm", "--seeds", "7,", "--tasks", "pope")
+    refused = run(*flags)
+    assert refused.returncode == 2 and "'half_rmsnorm' is not one of: none, layernorm" in refused.stderr and not seen()
+    done = run(*flags, PLUGINS=tmp_path / "my_parts.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in seen() if "half" in line] == [
+        "train 7 half_rmsnorm pretrain",
+        "train 7 half_rmsnorm finetune",
+        "evaluate half_rmsnorm",
+    ]
+    assert "half_rmsnorm" in (run.out / "report.html").read_text()
+    command = json.loads((run.out / "seed-7/half_rmsnorm/finetune/run.json").read_text())["starts"][0]["provenance"]
+    assert f"--plugin {tmp_path / 'my_parts.py'}" in command["command"]
+
+
 @pytest.mark.slow
 def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
     run, seen = compare

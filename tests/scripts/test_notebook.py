@@ -9,9 +9,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from paths import ROOT
+from training import losses
 from vision_language_models import our_checkpoint
 from warm_python import warm_python
 
+from llava.train.telemetry import LOG_FILE
 from playground import scenes, smollm2, tower
 from playground.store import build, read_manifest
 
@@ -48,18 +50,21 @@ def inputs(tiny, tmp_path):
 def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch):
     out = tmp_path / "out"
     said = executed(NOTEBOOK, tmp_path, monkeypatch, warm_python(), STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
-    assert "none, stage 2" in said and "GlobalWeightCompensatedLayerNorm" in said
+    assert "GlobalWeightCompensatedLayerNorm" in said and said.count(" (expected: ") == 3
+    stages = [out / arm / stage for arm in ("none", "gwc_layernorm") for stage in ("pretrain", "finetune")]
+    assert [len(losses(folder / LOG_FILE)) for folder in stages] == [2] * 4
     results = json.loads((out / "results.json").read_text())
     assert [len(record) for record in results["records"]] == [5] * 12
     page = (out / "index.html").read_text()
     assert not re.findall(r"""src=["'](?!data:)""", page) and page.count("data:image") >= 5
     for path in re.findall(r'href="([^"]*)"', page):
         assert (out / path).exists(), path
-    assert "How fast tokens turn" in page and "cannot rank the arms" in page and "gwc_layernorm, stage 1" in page
+    assert "How fast tokens turn" in page and "cannot rank the arms" in page and "gwc_layernorm" in page
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_trains_with_the_norm_and_loads_again(tmp_path, monkeypatch):
+def test_trl_trains_an_attached_model_that_loads_again(tmp_path, monkeypatch):
+    pytest.importorskip("trl", reason="EXTRAS=trl bash scripts/setup.sh")
     said = executed(NOTEBOOKS / "attach_and_train.ipynb", tmp_path, monkeypatch, OUTPUT=str(tmp_path / "out"))
     assert "GlobalWeightCompensatedLayerNorm" in said and "steps 2 | the gain moved True" in said
     assert "the same logits: True" in said

@@ -1,4 +1,4 @@
-"""transformers' own test mixins on its LLaVA and on the exported class with every norm; writes what each test came to.
+"""transformers' own test mixins on its LLaVA and LLaVA-NeXT and on the exported classes; writes what each test came to.
 
     python tests/support/mixin_classes.py OUTCOMES.json
 
@@ -19,11 +19,16 @@ from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor
 from transformers.models.auto import modeling_auto
 
+from llava.export.modeling_llava_next_norm import (
+    LlavaNextNormConfig,
+    LlavaNextNormForConditionalGeneration,
+    LlavaNextNormModel,
+)
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
-STOCK = "stock"
-IMAGE, PATCHES, TEXT = 0, 16, 7  # the image token's id, tokens of a picture, tokens of text
+STOCK, STOCK_NEXT, NEXT = "stock", "stock_next", "next_"
+IMAGE, SIDE, TEXT = 0, 4, 7  # the image token's id, patches along a crop's side, tokens of text
 LLAMA = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
@@ -34,29 +39,33 @@ CLIP = {"image_size": 8, "patch_size": 2, "hidden_size": 32, "intermediate_size"
     "projection_dim": 32,
 }
 # The mixins look up in the library's tables which class has no head, and which one takes labels.
-transformers.AutoConfig.register("llava_norm", LlavaNormConfig)
-transformers.AutoModel.register(LlavaNormConfig, LlavaNormModel)
-modeling_auto.MODEL_MAPPING_NAMES["llava_norm"] = "LlavaNormModel"
-modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["llava_norm"] = "LlavaNormForConditionalGeneration"
+NORM_CLASSES = (LlavaNormModel, LlavaNormForConditionalGeneration)
+NEXT_NORM_CLASSES = (LlavaNextNormModel, LlavaNextNormForConditionalGeneration)
+for _config, (_model, _with_head) in ((LlavaNormConfig, NORM_CLASSES), (LlavaNextNormConfig, NEXT_NORM_CLASSES)):
+    transformers.AutoConfig.register(_config.model_type, _config)
+    transformers.AutoModel.register(_config, _model)
+    modeling_auto.MODEL_MAPPING_NAMES[_config.model_type] = _model.__name__
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[_config.model_type] = _with_head.__name__
 
 
 class TinyLlava:
     """What the mixins call a model tester: a config, and the inputs of a forward pass."""
 
     is_training = True
-    batch_size, seq_length = 3, PATCHES + TEXT
+    batch_size, visual_tokens = 3, SIDE**2
     vocab_size, hidden_size = LLAMA["vocab_size"], LLAMA["hidden_size"]
     num_hidden_layers, num_attention_heads = LLAMA["num_hidden_layers"], LLAMA["num_attention_heads"]
 
     def __init__(self, config_class: type, **fields: object):
         self.config_class, self.fields = config_class, fields
+        self.seq_length = self.visual_tokens + TEXT
 
     def get_config(self) -> transformers.LlavaConfig:
         return self.config_class(
             text_config={"model_type": "llama"} | LLAMA,
             vision_config={"model_type": "clip_vision_model"} | CLIP,
             image_token_index=IMAGE,
-            image_seq_length=PATCHES,
+            image_seq_length=self.visual_tokens,
             vision_feature_layer=-1,
             **self.fields,
         )
@@ -64,9 +73,22 @@ class TinyLlava:
     def prepare_config_and_inputs_for_common(self) -> tuple[transformers.LlavaConfig, dict[str, torch.Tensor]]:
         first = max(IMAGE, LLAMA["pad_token_id"]) + 1
         ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size - first) + first
-        ids[:, :PATCHES] = IMAGE
-        pixels = floats_tensor([self.batch_size, 3, CLIP["image_size"], CLIP["image_size"]])
-        return self.get_config(), {"pixel_values": pixels, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids[:, : self.visual_tokens] = IMAGE
+        return self.get_config(), self.pictures() | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        return {"pixel_values": floats_tensor([self.batch_size, 3, CLIP["image_size"], CLIP["image_size"]])}
+
+
+class TinyLlavaNext(TinyLlava):
+    """The same with pictures that become a small copy and two crops side by side."""
+
+    visual_tokens = SIDE**2 + SIDE * (2 * SIDE + 1)  # `image_newline` ends each row
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        side = CLIP["image_size"]
+        pixels = floats_tensor([self.batch_size, 3, 3, side, side])
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, 2 * side]] * self.batch_size)}
 
 
 MIXINS = (ModelTesterMixin, GenerationTesterMixin)
@@ -80,21 +102,33 @@ class Mixins(*MIXINS):
     test_all_params_have_gradient = False  # nothing reads the norm after CLIP's last layer
 
 
-def case_of(name: str, config_class: type, model_classes: tuple[type, ...], **fields: object) -> type:
+def case_of(name: str, tester: type, config_class: type, model_classes: tuple[type, ...], **fields: object) -> type:
     """A class of tests, found under its name."""
 
     def set_up(self):
-        self.model_tester = TinyLlava(config_class, **fields)
+        self.model_tester = tester(config_class, **fields)
 
     return type(name, (Mixins, unittest.TestCase), {"setUp": set_up, "all_model_classes": model_classes})
 
 
 STOCK_CLASSES = (transformers.LlavaModel, transformers.LlavaForConditionalGeneration)
-NORM_CLASSES = (LlavaNormModel, LlavaNormForConditionalGeneration)
-globals()[STOCK] = case_of(STOCK, transformers.LlavaConfig, STOCK_CLASSES)
+STOCK_NEXT_CLASSES = (transformers.LlavaNextModel, transformers.LlavaNextForConditionalGeneration)
+SIZE = CLIP["image_size"]
+RULES = {"tokens_per_crop": SIDE**2, "tokens_per_side": SIDE, "crop_side": SIZE, "aspect_ratio": "anyres"}
+RULES |= {"merge_type": "spatial_unpad", "grids": [[2 * SIZE, SIZE]]}
+globals()[STOCK] = case_of(STOCK, TinyLlava, transformers.LlavaConfig, STOCK_CLASSES)
+globals()[STOCK_NEXT] = case_of(
+    STOCK_NEXT,
+    TinyLlavaNext,
+    transformers.LlavaNextConfig,
+    STOCK_NEXT_CLASSES,
+    image_grid_pinpoints=[[SIZE, 2 * SIZE]],
+)
 for _norm in NORM_TYPES:
-    globals()[_norm] = case_of(
-        _norm, LlavaNormConfig, NORM_CLASSES, mm_projector_norm=_norm, mm_projector_norm_init_gain=0.2
+    _fields = {"mm_projector_norm": _norm, "mm_projector_norm_init_gain": 0.2}
+    globals()[_norm] = case_of(_norm, TinyLlava, LlavaNormConfig, NORM_CLASSES, **_fields)
+    globals()[NEXT + _norm] = case_of(
+        NEXT + _norm, TinyLlavaNext, LlavaNextNormConfig, NEXT_NORM_CLASSES, crop_rules=RULES, **_fields
     )
 
 

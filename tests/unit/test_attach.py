@@ -12,16 +12,20 @@ import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
+from safetensors.torch import load_file
 from saved_models import SAVED, TENSORS
+from tiny_models import make
 from torch import nn
-from vision_language_models import batch_of, ids_for, mllama, qwen3_vl
+from transformers import Trainer, TrainerState, TrainingArguments
+from vision_language_models import IMAGE, batch_of, ids_for, mllama, qwen3_vl
 from vision_language_models import llava as llava_case
 
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Probe
 from llava.analysis.processors import library_inputs, load_processor
-from llava.attach import ATTACHABLE, RECORD, Retrofit, attach, attached_norms, detach, load_attached
+from llava.attach import RECORD, Blend, Retrofit, attach, attachable, attached_norms, detach, load_attached
 from llava.families import family_of, find_parts
+from llava.model.builder import load_language_model
 
 FAMILIES = [name for name, saved in SAVED.items() if "timm" not in saved.needs and name != "molmo2"]
 NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
@@ -195,7 +199,7 @@ def test_deepstacks_further_outputs_are_normed_each_or_not_at_all():
         assert model.state_dict().keys() == case.model.state_dict().keys()
 
 
-@pytest.mark.parametrize("norm", ATTACHABLE)
+@pytest.mark.parametrize("norm", attachable())
 def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, norm):
     model = attach(copy.deepcopy(llava), norm, "2x", eps=1e-12)
     features = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0)) * 9
@@ -221,6 +225,10 @@ def test_a_blend_is_the_mean_of_token_and_normed_token_and_compensates_the_norms
     normed = torch.nn.functional.layer_norm(x, (32,), blend.norm.weight, blend.norm.bias, 1e-12)
     assert torch.allclose(y, 0.25 * x + 0.75 * normed, rtol=1e-12)
     upstream = torch.randn_like(y)
+    start = Blend(blend.norm, 4)
+    start.advance(0)
+    assert torch.equal(start.train()(x), x)
+    assert torch.equal(torch.autograd.grad(start(x), x, upstream)[0], upstream)
     (through_norm,) = torch.autograd.grad(normed, x, upstream, retain_graph=True)
     (grad,) = torch.autograd.grad(y, x, upstream)
     assert torch.allclose(grad, 0.25 * upstream + 0.75 * through_norm / blend.norm.weight.mean(), rtol=1e-6)
@@ -231,13 +239,13 @@ def test_training_a_blend_that_nothing_moves_is_an_error(llava):
     features = torch.randn(2, 24)
     with pytest.raises(RuntimeError, match=r"nothing moves the blend; pass callbacks=\[llava.attach.Retrofit\(\)\]"):
         model.model.multi_modal_projector(features)
-    Retrofit().on_train_begin(None, None, None, model=model)
+    Retrofit().on_train_begin(None, TrainerState(), None, model=model)
     model.model.multi_modal_projector(features)
     with pytest.raises(ValueError, match="the model has no blend"):
-        Retrofit().on_train_begin(None, None, None, model=copy.deepcopy(llava))
+        Retrofit().on_train_begin(None, TrainerState(), None, model=copy.deepcopy(llava))
 
 
-def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava):
+def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     def refused(model, message, *args, **options):
         keys, config = model.state_dict().keys(), model.config.to_dict()
         with pytest.raises(ValueError, match=message):
@@ -249,12 +257,14 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava):
     for norm in ("gwc_layernom", "none", "scale"):
         refused(model, f"norm: {names} '{norm}'", norm)
     refused(model, "--mm_projector_norm_init: expected 'text_norm'", init="texts")
-    refused(model, "retrofit: expected a number of steps, or 0; found -1", retrofit=-1)
+    for retrofit in (-1, True, 0.5):
+        refused(model, f"retrofit: expected a number of steps, or 0; found {retrofit}", retrofit=retrofit)
     refused(model, "deepstack=True, but it has no deepstack_merger_list", deepstack=True)
     refused(model, "projector= model.nothing: .* has no such module", projector="model.nothing")
     refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already; detach it first")
     refused(mllama().model, "mllama cannot have the norm: its LLM looks at the picture by cross-attention")
     refused(SAVED["molmo2"].model(), "adds a visual token to the embedding of its placeholder")
+    refused(make(tiny), "this tree's own model, which is trained with a norm by --mm_projector_norm")
     refused(model.model.language_model, "a language model without a vision encoder has no projector")
     model.model.renamed = model.model.multi_modal_projector
     del model.model.multi_modal_projector
@@ -266,6 +276,21 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava):
         detach(llava)
 
 
+def test_a_wrapped_model_is_not_detached_and_one_with_an_adapter_gets_no_norm(llava):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    base = attach(copy.deepcopy(llava))
+    for wrapped in (peft.get_peft_model(base, lora), base):
+        with pytest.raises(ValueError, match="wrapped, or its projector is; expected the model that attach returned"):
+            detach(wrapped)
+    adapted = copy.deepcopy(llava)
+    adapted.add_adapter(lora)
+    with pytest.raises(ValueError, match="it has a PEFT adapter; attach before, and list the projector"):
+        attach(adapted)
+    with pytest.raises(ValueError, match="PeftModelForCausalLM: expected a class of transformers, not yet wrapped"):
+        attach(peft.get_peft_model(copy.deepcopy(llava), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])))
+
+
 def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, tmp_path):
     llava.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="plain: config.json has no llava_attached; expected a model that attach"):
@@ -275,6 +300,96 @@ def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, 
     model.save_pretrained(tmp_path / "lost", state_dict=weights)
     with pytest.raises(ValueError, match="but the weights lack model.multi_modal_projector.mm_norm.bias"):
         load_attached(str(tmp_path / "lost"))
+
+
+def test_the_folder_of_an_adapter_is_named_as_such(llava, tmp_path):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(attach(copy.deepcopy(llava)), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="an adapter of PEFT; load its base, attach with the same arguments, then"):
+        load_attached(str(tmp_path))
+
+
+def test_options_that_say_where_a_folder_is_are_those_of_its_config_too(llava, tmp_path):
+    model = attach(copy.deepcopy(llava), "rmsnorm")
+    model.save_pretrained(tmp_path / "one")
+    attach(copy.deepcopy(llava), "layernorm").save_pretrained(tmp_path)
+    loaded = load_attached(str(tmp_path), subfolder="one")
+    assert loaded.config.to_dict()[RECORD] == model.config.to_dict()[RECORD]
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_the_other_loaders_of_this_tree_refuse_the_folder_and_say_how_to_load_it(llava, tmp_path):
+    attach(copy.deepcopy(llava)).save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
+        load_language_model(str(tmp_path))
+
+
+# --- training by others -----------------------------------------------------------------------------------------------
+
+
+def train(model, folder, resume=None) -> nn.Module:
+    """Trains four steps by the Trainer of transformers, with a checkpoint after each second one."""
+    inputs = llava_case().inputs
+    ids = inputs["input_ids"]
+    columns = inputs | {"labels": ids.masked_fill(ids == IMAGE, -100)}
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] * 4
+    options = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2}
+    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+    trainer = Trainer(model, TrainingArguments(str(folder), **options), train_dataset=records, callbacks=[Retrofit()])
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted_blend_included(llava, tmp_path):
+    """The Trainer reads a checkpoint by the model's own names, which `save_pretrained` would replace by published ones."""
+    whole = train(attach(copy.deepcopy(llava), retrofit=6), tmp_path / "whole")
+    checkpoint = tmp_path / "whole/checkpoint-2"
+    assert int(attached_blend(load_attached(str(checkpoint))).step) == 2
+    resumed = train(attach(copy.deepcopy(llava), retrofit=6), tmp_path / "part", str(checkpoint))
+    assert int(attached_blend(resumed).step) == int(attached_blend(whole).step) == 4
+    state = whole.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in resumed.state_dict().items())
+    assert not torch.equal(state["lm_head.weight"], llava.lm_head.weight)
+
+
+def attached_blend(model) -> Blend:
+    return model.model.multi_modal_projector.mm_norm
+
+
+def test_a_resumed_run_whose_blend_was_not_read_is_refused(llava):
+    model = attach(copy.deepcopy(llava), retrofit=6)
+    message = "the run resumes after step 3, but its blend is at step 2, so the checkpoint lacks it or was not read"
+    attached_blend(model).advance(2)
+    with pytest.raises(ValueError, match=message):
+        Retrofit().on_train_begin(None, TrainerState(global_step=3), None, model=model)
+    Retrofit().on_train_begin(None, TrainerState(global_step=2), None, model=model)
+
+
+def test_a_detached_model_is_saved_with_the_names_that_it_had(llava, tmp_path):
+    llava.save_pretrained(tmp_path / "published")
+    for number, model in enumerate((copy.deepcopy(llava), type(llava).from_pretrained(tmp_path / "published"))):
+        detach(attach(model)).save_pretrained(tmp_path / f"{number}")
+        names = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("published", f"{number}")]
+        assert names[0] == names[1]
+
+
+def test_with_lora_the_blend_is_moved_and_saved_and_the_reference_without_the_adapter_stays(llava, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    model = peft.get_peft_model(attach(copy.deepcopy(llava), retrofit=4), lora).eval()
+    case = SimpleNamespace(inputs=llava_case().inputs)
+    plain = logits(llava, case)
+    for _ in range(3):
+        Retrofit().on_step_end(None, None, None, model=model)
+    moved = logits(model, case)
+    assert not torch.allclose(moved, plain, atol=1e-3)
+    with model.disable_adapter():
+        assert torch.equal(logits(model, case), plain)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(attach(copy.deepcopy(llava), retrofit=4), tmp_path).eval()
+    assert torch.allclose(logits(again, case), moved, atol=1e-5)
 
 
 def test_a_second_copy_by_the_models_name_is_not_the_model_without_norm(llava, tmp_path):

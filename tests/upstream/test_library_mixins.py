@@ -1,4 +1,4 @@
-"""transformers' own test mixins: what passes on its LLaVA passes on the exported class, with every norm.
+"""transformers' own test mixins: what passes on its LLaVA and LLaVA-NeXT passes on the exported classes, with every norm.
 
 `TRANSFORMERS_TESTS` is a folder; `bash scripts/test_all.sh mixins` sets it. It is a checkout of the installed release,
 or the tests of that release's source distribution are unpacked there, which leaves `GenerationTesterMixin` out.
@@ -19,7 +19,8 @@ from llava.model.multimodal_projector.norm import NORM_TYPES
 
 RELEASE = f"transformers-{transformers.__version__}"
 REQUIRED = "parameterized==0.9.0"  # by the mixins
-STOCK = "stock"
+PAIRS = [(stock, prefix + norm) for stock, prefix in (("stock", ""), ("stock_next", "next_")) for norm in NORM_TYPES]
+"""Classes of `mixin_classes.py`: the library's, and the exported one that is held to it."""
 LEAST = {"ModelTesterMixin": 80, "GenerationTesterMixin": 20}
 """So many tests at least pass on the stock class; fewer say that the mixins did not run."""
 EXCEPTIONS = {
@@ -100,14 +101,14 @@ def results(root, tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("norm", NORM_TYPES)
+@pytest.mark.parametrize(("stock", "exported"), PAIRS)
 @pytest.mark.parametrize("mixin", LEAST)
-def test_what_passes_on_the_stock_class_passes_on_the_exported_one(results, mixin, norm):
+def test_what_passes_on_the_stock_class_passes_on_the_exported_one(results, mixin, stock, exported):
     names = {name for name, of in results["mixin of"].items() if of == mixin}
     if not names:
         pytest.skip(f"a source distribution leaves {mixin} out; set TRANSFORMERS_TESTS to a checkout of {RELEASE}")
-    stock, ours = results["outcomes"][STOCK], results["outcomes"][norm]
-    passed = {name for name in names if stock.get(name) == "passed"}
+    theirs, ours = results["outcomes"][stock], results["outcomes"][exported]
+    passed = {name for name in names if theirs.get(name) == "passed"}
     assert len(passed) >= LEAST[mixin], results["log"][-3000:]
     missing = {name: ours.get(name) for name in passed if ours.get(name) != "passed"}
     assert {*missing} == {*EXCEPTIONS} & names, f"{missing}\n{results['log'][-6000:]}"
