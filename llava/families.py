@@ -283,7 +283,7 @@ def text_embedding(model: PreTrainedModel) -> nn.Module:
     except (NotImplementedError, AttributeError):
         embedding = None
     weight = getattr(embedding, "weight", None)
-    if weight is None or len(getattr(weight, "ds_shape", weight.shape)) != 2:  # ZeRO-3 leaves a weight without its shape
+    if weight is None or len(getattr(weight, "ds_shape", weight.shape)) != 2:  # ZeRO-3 empties a weight
         raise ValueError(f"{_name(model)}: get_input_embeddings gives no matrix of text embeddings, so none is known")
     return embedding
 

@@ -399,7 +399,7 @@ def read_plain(folder):
 def test_a_decoder_familys_checkpoint_answers_with_its_plug_in_and_names_it_without(trained_family, tmp_path):
     run, _, path = trained_family
     for reading in (lambda: load(run, None), lambda: export(str(run), tmp_path / "exported")):
-        with pytest.raises(ValueError, match=f"decoder llava_ownseed comes from the plug-in decoder.py .*{digest(path)}"):
+        with pytest.raises(ValueError, match=f"llava_ownseed comes from the plug-in decoder.py .*{digest(path)}"):
             reading()
     plugins.load(path)
     model = load(run, None)

@@ -287,8 +287,9 @@ def test_a_wrapped_model_is_not_detached_and_one_with_an_adapter_gets_no_norm(ll
     adapted.add_adapter(lora)
     with pytest.raises(ValueError, match="it has a PEFT adapter; attach before, and list the projector"):
         attach(adapted)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     with pytest.raises(ValueError, match="PeftModelForCausalLM: expected a class of transformers, not yet wrapped"):
-        attach(peft.get_peft_model(copy.deepcopy(llava), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])))
+        attach(peft.get_peft_model(copy.deepcopy(llava), lora))
 
 
 def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, tmp_path):
@@ -343,7 +344,7 @@ def train(model, folder, resume=None) -> nn.Module:
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted_blend_included(llava, tmp_path):
-    """The Trainer reads a checkpoint by the model's own names, which `save_pretrained` would replace by published ones."""
+    """The Trainer reads a checkpoint by the model's own names; `save_pretrained` would write published ones."""
     whole = train(attach(copy.deepcopy(llava), retrofit=6), tmp_path / "whole")
     checkpoint = tmp_path / "whole/checkpoint-2"
     assert int(attached_blend(load_attached(str(checkpoint))).step) == 2

@@ -1,4 +1,4 @@
-"""transformers' own test mixins: what passes on its LLaVA and LLaVA-NeXT passes on the exported classes, with every norm.
+"""transformers' own test mixins: what passes on its LLaVA classes passes on the exported ones, with every norm.
 
 `TRANSFORMERS_TESTS` is a folder; `bash scripts/test_all.sh mixins` sets it. It is a checkout of the installed release,
 or the tests of that release's source distribution are unpacked there, which leaves `GenerationTesterMixin` out.
