@@ -217,7 +217,7 @@ def test_table3_measures_ovis_visual_and_text_vocabularies(reproduce, ovis):
 
 def test_the_theory_is_measured_in_both_of_its_models(reproduce):
     page, folder = reproduce("theory", "LLaVA-1.5", "Qwen2.5-VL")
-    assert {row["model"] for row in table(folder, "theory")} == {"LLaVA-1.5", "Qwen2.5-VL"}
+    assert {row["model"] for row in table(folder, "theory-model")} == {"LLaVA-1.5", "Qwen2.5-VL"}
     assert "12 samples; " in page
 
 
