@@ -88,7 +88,8 @@ def executed(file, folder, monkeypatch, python=sys.executable, **settings) -> st
     for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder, python)))
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    resources = {"metadata": {"path": str(NOTEBOOKS)}}
+    NotebookClient(notebook, timeout=300, startup_timeout=240, resources=resources).execute()
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
