@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import PRESETS, STAGES, build_llava
+from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.model.lora import add_lora
 from llava.train.flops import Work, flop_costs, required_flops
@@ -20,7 +21,7 @@ from llava.train.zero_choice import OFFLOAD, Choice, choose
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen")
 GIB = 2**30
-SAMPLES = {1: 558_128, 2: 779_289}  # of LLaVA-558K and LLaVA-NeXT
+SAMPLES = {1: SOURCES["llava-558k"].records, 2: SOURCES["llava-next"].records}
 COUNTS = (1, 8)
 USABLE = 0.9 * (1 - 0.02)  # the share that a run takes; the driver and CUDA have taken two hundredths before
 

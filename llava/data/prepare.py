@@ -62,9 +62,11 @@ class Source:
     folder: str
     script: str
     version: str
+    records: int
     pictures: tuple[PictureSet, ...] = ()
 
 
+LLAVA_NEXT_RECORDS = 779_289
 SOURCES = {
     "llava-558k": Source(
         "liuhaotian/LLaVA-Pretrain",
@@ -73,6 +75,7 @@ SOURCES = {
         "playground/data/LLaVA-Pretrain",
         "pretrain",
         "plain",
+        558_128,
     ),
     "llava-665k": Source(
         "liuhaotian/LLaVA-Instruct-150K",
@@ -81,18 +84,20 @@ SOURCES = {
         "playground/data/LLaVA-Instruct-150K",
         "finetune",
         "v1",
+        665_298,
         LLAVA_665K,
     ),
     "llava-next": Source(
         "lmms-lab/LLaVA-NeXT-Data",
         ("data/*.parquet",),
         (
-            Layout("data/*.parquet", rows=779_289),
+            Layout("data/*.parquet", rows=LLAVA_NEXT_RECORDS),
             Layout("llava_next_raw_format/llava_next_raw_format_processed.json", ("llava_next_raw_format",)),
         ),
         "playground/data/LLaVA-NeXT-Data",
         "finetune",
         "qwen_1_5",
+        LLAVA_NEXT_RECORDS,
     ),
 }
 

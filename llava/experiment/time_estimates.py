@@ -28,7 +28,6 @@ OPERATIONS = dict(zip(STAGES, (4, 6), strict=True))
 """Per parameter and token: two forward, two back to the projector, and two for the gradients of weights."""
 TRAINED_TOKENS = dict(zip(STAGES, (754, 1029), strict=True))
 """Of a sample in training: 729 of its picture, and text as `benchmarks.scale` counts it."""
-RECORDS = {"llava-558k": 558_128, "llava-665k": 665_298, "llava-next": 779_289}
 CPU_PEAK = 0.05
 """TFLOP/s of a processor's core in fp32."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
@@ -78,7 +77,7 @@ def training_hours(stage: str, recipe: Mapping[str, Any], tflops: float) -> floa
         samples = steps * recipe["batch"]["global"]
     else:
         place = Path(flags["data_path"])
-        known = [count for name, count in RECORDS.items() if place.is_relative_to(SOURCES[name].folder)]
+        known = [source.records for source in SOURCES.values() if place.is_relative_to(source.folder)]
         samples = float(flags["num_train_epochs"]) * sum(known)
     if not parameters or not samples:
         return None
