@@ -1,10 +1,11 @@
-"""How a CPU run uses its machine: an allocator that keeps its memory, products by AVX-512, threads that may sleep.
+"""How a CPU run uses its machine: an allocator that keeps its memory, MKL's fast kernels, threads that may sleep.
 
 A training step allocates gigabytes and frees them. glibc returns large blocks to the system, which must clear every
 page again: one page fault for each 4 KiB that a step uses. MKL, from which PyTorch's wheels take fp32 products and
-fp32 attention, uses AVX2 on AMD's CPUs even where they have AVX-512, and takes twice as long. PyTorch's threads
-(OpenMP) spin while they wait for each other. Alone that is fastest; beside a program that takes a core it is several
-times slower, because a waiting thread holds the core that another one needs (docs/clusters.md has both measurements).
+fp32 attention, keeps its kernels for AVX2 and AVX-512 from AMD's CPUs: products take up to twice as long. PyTorch's
+threads (OpenMP) spin while they wait for each other. Alone that is fastest; beside a program that takes a core it is
+several times slower, because a waiting thread holds the core that another one needs (docs/clusters.md has the
+measurements).
 """
 
 import shutil
@@ -28,14 +29,14 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 }
 # MKL calls this function and chooses its kernels by the answer.
 _MKL_ANSWER = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
-_MKL_LIBRARY = "libmkl_avx512_on_amd.so"
+_MKL_LIBRARY = "libmkl_as_on_intel.so"
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}  # GCC's OpenMP takes the second, others the first
 _SAMPLE_SECONDS = 0.3
 _SPARE = 0.3  # of a core, which the machine's own services may take
 
 
 def preloads(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """The variables that load what makes a CPU run faster: an allocator, AVX-512; empty where the user chose.
+    """The variables that load what makes a CPU run faster: an allocator, MKL's kernels; empty where the user chose.
 
     Args:
         python: the interpreter that will run, whose environment may have the allocator's wheel.
@@ -43,7 +44,7 @@ def preloads(environment: Mapping[str, str], python: str = sys.executable) -> di
     if "LD_PRELOAD" in environment:
         return {}
     variables = keeping_allocator(environment, python)
-    libraries = [variables.pop("LD_PRELOAD", None), mkl_with_avx512(environment)]
+    libraries = [variables.pop("LD_PRELOAD", None), mkl_as_on_intel(environment)]
     # The loader takes a space or a colon for the end of a path.
     loadable = [library for library in libraries if library and not {" ", ":"} & set(library)]
     return variables | ({"LD_PRELOAD": ":".join(loadable)} if loadable else {})
@@ -63,18 +64,20 @@ def wheels_mimalloc(python: str) -> str | None:
     return next(map(str, found), None)
 
 
-def mkl_with_avx512(environment: Mapping[str, str], cpu: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The path of a library with which MKL uses AVX-512 on AMD's CPUs; it is compiled once into the user's cache.
+def mkl_as_on_intel(environment: Mapping[str, str], cpu: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The path of a library with which MKL takes on AMD's CPUs the kernels that it has for Intel's.
 
-    None on other CPUs, without a C compiler, and where ATEN_CPU_CAPABILITY makes PyTorch itself do without AVX-512.
+    It is compiled once into the user's cache. None on other CPUs, on AMD's without AVX2, without a C compiler, and
+    where ATEN_CPU_CAPABILITY makes PyTorch itself do without the CPU's widest instructions.
     """
-    if environment.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512":
-        return None
     compiler = shutil.which("cc") or shutil.which("gcc")
     try:
         library = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llava", _MKL_LIBRARY)
         words = set(cpu.read_text().split())
-        if not {"AuthenticAMD", "avx512f"} <= words or not (library.is_file() or compiler):
+        widest = "avx512" if "avx512f" in words else "avx2"
+        if environment.get("ATEN_CPU_CAPABILITY", widest) != widest:
+            return None
+        if not {"AuthenticAMD", "avx2"} <= words or not (library.is_file() or compiler):
             return None
         if not library.is_file():
             library.parent.mkdir(parents=True, exist_ok=True)
