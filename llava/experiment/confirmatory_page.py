@@ -155,6 +155,6 @@ def means(record: Record, name: str, factor: float) -> Rows:
 
 
 def run_table(record: Record) -> Rows:
-    """Machine, commit and hours of every run, and the digest of its tower."""
-    names = ("seed", "arm", "started", "hours", "machine", "commit", "tower")
+    """Machine, precision, commit and hours of every run, and the digest of its tower."""
+    names = ("seed", "arm", "started", "hours", "machine", "precision", "commit", "tower")
     return [{name: entry[name] for name in names} for entry in record["runs"]]

@@ -23,6 +23,9 @@ from llava.utils.provenance import differences
 
 FILE, FORMAT = "study-runs.json", 1
 TOWER = "initial_weights.mm_vision_tower"
+BF16 = "training.bf16"
+PRECISION = (BF16, ".dtype")
+"""Ends of the names of what follows from the precision, which a CPU has instructions for or not."""
 Record = dict[str, Any]
 """The content of `FILE`: `configuration` and `questions`, the same for all, and `runs`."""
 
@@ -97,8 +100,8 @@ def with_runs(plan: Registered, record: Record, runs: Sequence[Run]) -> Record:
 def shared_configuration(run: Run) -> dict[str, Any]:
     """What must be the same in all runs of the study, by dotted name.
 
-    Left out are arm and seed; the tower, which another machine trains to other bits, and which every run records; and
-    where files are, since what they hold has its digest.
+    Left out are arm and seed; precision and tower, which are the same for all arms of a seed but not on all machines,
+    and which every run records; and where files are, since what they hold has its digest.
     """
     own = (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, TOWER)
     shared = {
@@ -108,6 +111,7 @@ def shared_configuration(run: Run) -> dict[str, Any]:
         if not name.startswith(own) and not (isinstance(value, str) and Path(value).is_absolute())
     }
     shared |= {f"answers.{name}": value for name, value in evaluation_settings(answers_of(run, CONTROLS[0])).items()}
+    shared = {name: value for name, value in shared.items() if not name.endswith(PRECISION)}
     return json.loads(json.dumps(shared))  # as it is read back
 
 
@@ -127,6 +131,7 @@ def entry_of(run: Run, plan: Registered) -> Record:
         "commit": start["configuration"]["code"]["commit"],
         "started": start["provenance"]["started"],
         "machine": machine(),
+        "precision": "bf16" if run.configuration(STAGES[0])[BF16] else "fp32",
         "hours": in_digits((sum(sum(seconds_of_steps(run, stage)) for stage in STAGES) + answering) / 3600, 4),
         "tower": str(start["configuration"].get("initial_weights", {}).get("mm_vision_tower"))[:12],
         "weights": revision(str(run.folder(STAGES[-1]))),

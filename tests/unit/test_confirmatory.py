@@ -15,7 +15,8 @@ from llava.experiment.confirmatory_page import UNDECIDED, WITHIN, compared, reac
 from llava.experiment.plan import POWER, shown_probability, smallest_shown, within_probability
 from llava.experiment.registered import START, parsed, planned_deviation, read_registered, with_planning
 from llava.experiment.study_page import END
-from llava.experiment.study_runs import FILE, missing_seeds, read_runs, with_runs, write_runs
+from llava.experiment.study_runs import FILE, missing_seeds, read_runs, shared_configuration, with_runs, write_runs
+from llava.launch.recipe import STAGES
 from llava.utils.intervals import student_cdf, student_quantile
 
 PLAN = ROOT / "docs/study-plan.json"
@@ -201,7 +202,7 @@ def simulated(plan, gains=None):
             losses = [2.0, 1.2 - (gains or {}).get(arm, 0.0) + 0.01 * rng.random(), 0.3]
             training = {"samples": [0, 560, 1120], "loss": losses, "accuracy": [0.2, 0.5, 0.8]}
             entry = {"seed": seed, "arm": arm, "plan": plan.digest, "commit": "c0ffee", "started": "2026-01-01"}
-            entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "weights": "w", "tower": "t"}
+            entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "precision": "bf16", "weights": "w", "tower": "t"}
             record["runs"].append(entry | {"scores": scores, "log_probabilities": logs, "training": training})
     return record
 
@@ -262,6 +263,19 @@ def test_a_run_of_other_code_is_not_added(plan_with, monkeypatch):
         ValueError, match=r"pretrain.code.digest: 'a' \(recorded\), 'b' \(now\)\nContinue at commit c0ffee"
     ):
         with_runs(plan, record, [run])
+
+
+def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_out(monkeypatch):
+    def shared(bf16, rate):
+        dtype = "bfloat16" if bf16 else "float32"
+        values = {"training.bf16": bf16, "config.dtype": dtype, "training.learning_rate": rate}
+        run = type("Run", (), {"configuration": lambda self, stage: values})()
+        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda results: {"settings.dtype": dtype})
+        monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: None)
+        return shared_configuration(run)
+
+    assert shared(True, 1.0) == shared(False, 1.0) == {f"{stage}.training.learning_rate": 1.0 for stage in STAGES}
+    assert shared(True, 1.0) != shared(True, 2.0)
 
 
 # --- the page of the plan ---------------------------------------------------------------------------------------------
