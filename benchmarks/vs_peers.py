@@ -295,7 +295,7 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
-    made = argparse.Namespace(**vars(args) | {"batch": None, "bf16": False})  # fp32 weights and pictures for all
+    made = argparse.Namespace(**vars(args) | {"batch": BATCH[stage], "bf16": False})  # fp32 weights and pictures for all
     if not (work / "llama").exists():
         shapes.write_language_model(args.size, work / "llama", torch.device("cpu"), torch.float32)
         if args.size == "demo":
@@ -501,6 +501,8 @@ def read_run(args: argparse.Namespace, work: Path, stage: str, setting: Setting,
     if len(ends) != steps_of(args, stage):
         raise RuntimeError(f"expected {steps_of(args, stage)} steps, found {len(ends)}")
     records = [json.loads(line) for line in (work / stage / f"{setting.order}.jsonl").read_text().splitlines()]
+    if len(records) != len(ends) * BATCH[stage]:
+        raise RuntimeError(f"expected {BATCH[stage]} samples for each of {len(ends)} steps, found {len(records)}")
     seconds = ends[-1] - ends[args.warmup_steps - 1]
     timed = records[args.warmup_steps * BATCH[stage] :]
     return {

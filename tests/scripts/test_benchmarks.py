@@ -203,6 +203,19 @@ def test_a_row_has_no_speed_where_the_first_losses_differ():
     assert vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.01)], ours, None, True)["ratio"] == 3
 
 
+def test_a_run_of_fewer_samples_than_its_steps_take_has_no_speed(tmp_path):
+    args, setting = argparse.Namespace(steps=2, warmup_steps=1), vs_peers.Setting("2 x 8", 2)
+    (tmp_path / "finetune").mkdir()
+    (tmp_path / "result.json").write_text(json.dumps({"losses": [7.0, 6.0], "ends": [5.0, 13.0], "versions": {}}))
+    records = tmp_path / "finetune" / f"{setting.order}.jsonl"
+    records.write_text('{"length": 100}\n' * 32)
+    run = vs_peers.read_run(args, tmp_path, "finetune", setting, tmp_path)
+    assert (run["rate"], run["tokens_rate"]) == (2.0, 200.0)
+    records.write_text('{"length": 100}\n' * 16)
+    with pytest.raises(RuntimeError, match="expected 16 samples for each of 2 steps, found 16"):
+        vs_peers.read_run(args, tmp_path, "finetune", setting, tmp_path)
+
+
 def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
     (tmp_path / "train_trl.py").write_text("raise SystemExit('no such attention')")
     monkeypatch.setattr(vs_peers, "PEERS_FOLDER", tmp_path)
