@@ -295,7 +295,7 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
-    made = argparse.Namespace(**vars(args) | {"batch": BATCH[stage], "bf16": False})  # fp32 weights and pictures for all
+    made = argparse.Namespace(**vars(args) | {"batch": BATCH[stage], "bf16": False})  # fp32 for all
     if not (work / "llama").exists():
         shapes.write_language_model(args.size, work / "llama", torch.device("cpu"), torch.float32)
         if args.size == "demo":

@@ -202,7 +202,8 @@ def simulated(plan, gains=None):
             losses = [2.0, 1.2 - (gains or {}).get(arm, 0.0) + 0.01 * rng.random(), 0.3]
             training = {"samples": [0, 560, 1120], "loss": losses, "accuracy": [0.2, 0.5, 0.8]}
             entry = {"seed": seed, "arm": arm, "plan": plan.digest, "commit": "c0ffee", "started": "2026-01-01"}
-            entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "precision": "bf16", "weights": "w", "tower": "t"}
+            entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "precision": "bf16"}
+            entry |= {"weights": "w", "tower": "t"}
             record["runs"].append(entry | {"scores": scores, "log_probabilities": logs, "training": training})
     return record
 
@@ -247,7 +248,7 @@ def test_nothing_is_compared_before_the_last_seed(plan_with, tmp_path):
     write_page(plan, part)
     page = tmp_path / "study-runs.md"
     assert "1 of 2 seeds are missing" in page.read_text() and "Comparisons" not in page.read_text()
-    assert "| 101 | none | 2026-01-01 | 0.05 | a processor, 2 cores | c0ffee | t |" in page.read_text()
+    assert "| 101 | none | 2026-01-01 | 0.05 | a processor, 2 cores | bf16 | c0ffee | t |" in page.read_text()
     write_page(plan, record)
     assert "## Comparisons with none" in page.read_text() and "missing" not in page.read_text()
     assert (tmp_path / "figures/study-runs.svg").is_file()
@@ -270,7 +271,8 @@ def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_o
         dtype = "bfloat16" if bf16 else "float32"
         values = {"training.bf16": bf16, "config.dtype": dtype, "training.learning_rate": rate}
         run = type("Run", (), {"configuration": lambda self, stage: values})()
-        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda results: {"settings.dtype": dtype})
+        answers = {"settings.dtype": dtype}
+        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda results: answers)
         monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: None)
         return shared_configuration(run)
 
