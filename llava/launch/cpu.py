@@ -75,9 +75,8 @@ def mkl_as_on_intel(environment: Mapping[str, str], cpu: Path = Path("/proc/cpui
         library = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llava", _MKL_LIBRARY)
         words = set(cpu.read_text().split())
         widest = "avx512" if "avx512f" in words else "avx2"
-        if environment.get("ATEN_CPU_CAPABILITY", widest) != widest:
-            return None
-        if not {"AuthenticAMD", "avx2"} <= words or not (library.is_file() or compiler):
+        wanted = environment.get("ATEN_CPU_CAPABILITY", widest) == widest
+        if not wanted or not {"AuthenticAMD", "avx2"} <= words or not (library.is_file() or compiler):
             return None
         if not library.is_file():
             library.parent.mkdir(parents=True, exist_ok=True)

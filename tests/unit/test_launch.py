@@ -461,6 +461,8 @@ def test_what_mkl_asks_is_answered_by_a_library_that_is_compiled_once(tmp_path, 
     assert ctypes.CDLL(library).mkl_serv_intel_cpu_true() == 1
     monkeypatch.setattr("llava.launch.cpu.shutil.which", lambda name: None)
     assert mkl_as_on_intel(home, cpu) == library
+    widest = "avx512" if "avx512f" in words else "avx2"
+    assert mkl_as_on_intel(home | {"ATEN_CPU_CAPABILITY": widest}, cpu) == library
     monkeypatch.setattr("llava.launch.cpu.find_library", lambda name: "libtcmalloc.so.4")
     monkeypatch.setattr("llava.launch.cpu.mkl_as_on_intel", lambda environment: "libanswer.so")
     assert preloads({}) == {"LD_PRELOAD": "libtcmalloc.so.4:libanswer.so"}
