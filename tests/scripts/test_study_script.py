@@ -145,6 +145,7 @@ def test_a_written_plan_is_run_seed_by_seed_recorded_resumed_and_repeated(study,
     stopped = study("--plan", file, start=True, RIGHT=right, HANGS="train 103 clip finetune")
     while "train 103 clip finetune" not in (calls := study.seen()) and stopped.poll() is None:
         time.sleep(0.2)
+    assert stopped.poll() is None, "the study ended before seed 103"
     family = psutil.Process(stopped.pid).children(recursive=True)
     stopped.terminate()
     stopped.wait(timeout=60)

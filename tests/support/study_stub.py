@@ -88,7 +88,7 @@ def train(flags: dict[str, str], other: bool) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
     start = {
         "model": model,
-        "training": {"seed": seed, "learning_rate": 2.0 if other else 1.0}
+        "training": {"seed": seed, "learning_rate": 2.0 if other else 1.0, "bf16": False}
         | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
         "order": seed,
