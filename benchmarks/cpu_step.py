@@ -1,10 +1,10 @@
 """Seconds of the demo's training step on a CPU, by precision, and the floor that its matrix products set.
 
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
-batch. Arms: fp32; bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is how a bf16 run trains
-here (`llava.train.masters`). They take turns in one process, and their first losses are reported. The floor is the time
-of the decoder's matrix products alone, at this machine's own rate for each shape. What this tree's scripts load first
-is loaded here too; with `LD_PRELOAD=` nothing is.
+batch. fp32 alone, or with `--bf16` beside it: bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is
+how a bf16 run trains here (`llava.train.masters`). They take turns in one process, and their first losses are reported.
+The floor is the time of the decoder's matrix products alone, at this machine's own rate for each shape. What this
+tree's scripts load first is loaded here too; with `LD_PRELOAD=` nothing is.
 """
 
 import argparse
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--targets", type=whole(1), default=12, help="targets per sample")
     parser.add_argument("--repeats", type=whole(1), default=5, help="timed steps per arm")
     parser.add_argument("--threads", type=whole(1), help="PyTorch's threads; default: all")
+    parser.add_argument("--bf16", action="store_true", help="bf16 too; minutes a step without instructions for it")
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="three steps per arm")
     args = parser.parse_args()
@@ -52,28 +53,30 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if variables := preloads(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.cpu_step", *sys.argv[1:]], os.environ | variables)
-    steps = {arm: make_step(arm, args) for arm in DTYPES}
+    arms = tuple(DTYPES) if args.bf16 else (FP32,)
+    steps = {arm: make_step(arm, args) for arm in arms}
     losses = {arm: step() for arm, step in steps.items()}
     timed = {arm: seconds_of(step) for arm, step in steps.items()}
     seconds = alternate(timed, args.repeats, warmup=1)
-    floors = {arm: floor(args, torch.float32 if arm == FP32 else torch.bfloat16) for arm in DTYPES}
+    floors = {arm: floor(args, torch.float32 if arm == FP32 else torch.bfloat16) for arm in arms}
     rows = [
         {
             "arm": arm,
             "seconds": spread(seconds[arm])["median"],
             "samples_per_second": args.samples / spread(seconds[arm])["median"],
-            "over_autocast": ratio(seconds[AUTOCAST], seconds[arm])["median"],
+            **({"over_autocast": ratio(seconds[AUTOCAST], seconds[arm])["median"]} if args.bf16 else {}),
             "floor_s": floors[arm],
             "share_of_floor": floors[arm] / spread(seconds[arm])["median"],
             "first_loss": losses[arm],
         }
-        for arm in DTYPES
+        for arm in arms
     ]
     for row in rows:
         print(row)
     meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
     threads, preloaded = torch.get_num_threads(), preloaded_names(os.environ)
-    print(write_result("cpu_step", rows, folder=args.output_dir, **meta, torch_threads=threads, preloaded=preloaded))
+    meta |= {"torch_threads": threads, "preloaded": preloaded}
+    print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=args.output_dir, **meta))
 
 
 def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:

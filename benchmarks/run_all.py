@@ -189,8 +189,9 @@ SMALL_MODELS = (
       for stage, bound in ((1, 1.3), (2, 1.5))),
     *(Target(f"CPU, a model of width 256, stage {stage}, samples/s over the best peer at its best settings", 1.1, True,
              f"vs_peers_tiny_{STAGES[stage]}", least_ratio(stage, False)) for stage in (1, 2)),
-    *(Target(f"CPU, the demo's stage 2 in {arm}: share of its products' floor", 0.6, True, "cpu_step",
-             value_of("share_of_floor", arm=arm)) for arm in ("fp32", "bf16 masters")),
+    *(Target(f"CPU, the demo's stage 2 in {arm}: share of its products' floor", 0.6, True, name,
+             value_of("share_of_floor", arm=arm))
+      for name, arm in (("cpu_step", "fp32"), ("cpu_step_bf16", "bf16 masters"))),
 )  # fmt: skip
 
 
