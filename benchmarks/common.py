@@ -23,6 +23,8 @@ from llava.utils.versions import code_digest, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
+SMALLER = ROOT / "outputs/benchmarks"
+"""Where `--quick` writes what it measured at other sizes than those of the page."""
 COMMIT_NOTE = "commit.txt"
 SOURCES = (
     "benchmarks/**/*.py", "benchmarks/models/*.json", "deepspeed_configs/*.json", "llava/**/*.py", "playground/**/*.py",

@@ -129,7 +129,11 @@ def checked_out(source: str, work: Path) -> Path:
     tree = work / "LLaVA-NeXT"
     if not (tree / "llava").is_dir():
         work.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["git", "clone", "--quiet", "--no-checkout", source, tree], check=True)
+        if subprocess.run(["git", "clone", "--quiet", "--no-checkout", source, tree], check=False).returncode:
+            sys.exit(
+                f"error: {source} could not be cloned (see above): name a clone by --upstream-tree or "
+                "LLAVA_NEXT_TREE, or leave LLaVA-NeXT out by --no-upstream"
+            )
     subprocess.run(["git", "-C", tree, "checkout", "--quiet", COMMIT, "--", "llava"], check=True)
     return tree
 

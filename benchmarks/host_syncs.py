@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-from benchmarks.common import ROOT, run_json, write_result
+from benchmarks.common import ROOT, SMALLER, run_json, write_result
 from benchmarks.gpu_training import write_records
 from benchmarks.shapes import PRESETS, write_language_model, write_tower
 from llava.utils.commands import whole
@@ -44,7 +44,7 @@ def main() -> None:
     ranks = sorted({1, min(2, torch.cuda.device_count() or 2)})
     parser.add_argument("--ranks", type=whole(1), nargs="+", default=ranks, help="numbers of ranks")
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="changes nothing: no time is measured")
+    parser.add_argument("--quick", action="store_true", help="only the most ranks; the result is in outputs/benchmarks")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
@@ -52,6 +52,8 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(lines, flush=True)
         return
+    if args.quick:
+        args.ranks, args.output_dir = [max(args.ranks)], args.output_dir or SMALLER
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), max(args.ranks))
         runs = {(zero, ranks): run(Path(folder), zero, ranks) for zero in args.zero for ranks in args.ranks}
