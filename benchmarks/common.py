@@ -23,8 +23,8 @@ from llava.utils.versions import code_digest, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-SMALLER = ROOT / "outputs/benchmarks"
-"""Where `--quick` writes what it measured at other sizes than those of the page."""
+QUICK_RESULTS = ROOT / "outputs/benchmarks"
+"""Where `--quick` writes: its few short runs are no figures for docs/performance.md."""
 COMMIT_NOTE = "commit.txt"
 SOURCES = (
     "benchmarks/**/*.py", "benchmarks/models/*.json", "deepspeed_configs/*.json", "llava/**/*.py", "playground/**/*.py",
@@ -80,6 +80,18 @@ def package_versions(names: Sequence[str]) -> dict[str, str]:
     return versions
 
 
+def add_result_flags(parser: argparse.ArgumentParser, quick: str) -> None:
+    """Adds `--output-dir` and `--quick`, whose help starts with `quick`, for `result_folder`."""
+    folder = "folder of the result file; default benchmarks/results, with --quick outputs/benchmarks"
+    parser.add_argument("--output-dir", type=Path, help=folder)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}; the page's figures stay")
+
+
+def result_folder(args: argparse.Namespace) -> Path:
+    """Where the flags of `add_result_flags` send the result."""
+    return args.output_dir or (QUICK_RESULTS if args.quick else RESULTS)
+
+
 def check_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends the program unless `--warmup-steps`, whose time is left out, leave some of `--steps` to be timed."""
     if args.warmup_steps >= args.steps:
@@ -102,17 +114,16 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None, **meta: Any) -> Path:
-    """Writes `<folder>/<name>.json` (default `benchmarks/results`) and returns its path.
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path, **meta: Any) -> Path:
+    """Writes `<folder>/<name>.json` and returns its path.
 
     Args:
         name: name of the benchmark, with a suffix if results of several machines or sizes are kept, as in
             `train_step_h200`.
         rows: the measurements, each a flat mapping of names (with units, as in `peak_mib`) to numbers or text.
-        folder: folder of the file.
+        folder: folder of the file, by `result_folder` where a benchmark has its flags.
         meta: anything else that a reader needs to repeat the run, such as flags, or how the inputs were made.
     """
-    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"name": name, "environment": environment(), **meta, "rows": list(rows)}

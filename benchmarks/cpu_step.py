@@ -14,14 +14,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import alternate, preloaded_names, ratio, spread, write_result
+from benchmarks.common import add_result_flags, alternate, preloaded_names, ratio, result_folder, spread, write_result
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -44,8 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=whole(1), default=5, help="timed steps per arm")
     parser.add_argument("--threads", type=whole(1), help="PyTorch's threads; default: all")
     parser.add_argument("--bf16", action="store_true", help="bf16 too; minutes a step without instructions for it")
-    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="three steps per arm")
+    add_result_flags(parser, quick="three steps per arm")
     args = parser.parse_args()
     if args.quick:
         args.repeats = 3
@@ -76,7 +74,7 @@ def main() -> None:
     meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
     threads, preloaded = torch.get_num_threads(), preloaded_names(os.environ)
     meta |= {"torch_threads": threads, "preloaded": preloaded}
-    print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=args.output_dir, **meta))
+    print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=result_folder(args), **meta))
 
 
 def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:

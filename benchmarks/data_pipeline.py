@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import inputs
-from benchmarks.common import ROOT, alternate, ratio, run_json, spread, write_result
+from benchmarks.common import ROOT, add_result_flags, alternate, ratio, result_folder, run_json, spread, write_result
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--records", type=whole(1), default=8, help="records of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="minimum seconds per run")
     parser.add_argument("--repeats", type=whole(1), default=5)
-    parser.add_argument("--quick", action="store_true", help="two runs of half a second")
+    add_result_flags(parser, quick="two runs of half a second")
     parser.add_argument("--no-upstream", action="store_true", help="measure only this tree")
     args = parser.parse_args()
     if args.quick:
@@ -50,9 +50,8 @@ def main() -> None:
     tokenizer = inputs.qwen_tokenizer(args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         rows, versions = measure(args, tokenizer, Path(folder))
-    path = write_result(
-        "data_pipeline", rows, upstream=versions, records=args.records, seconds=args.seconds, repeats=args.repeats
-    )
+    meta = {name: getattr(args, name) for name in ("records", "seconds", "repeats")}
+    path = write_result("data_pipeline", rows, folder=result_folder(args), upstream=versions, **meta)
     for row in rows:
         print(row)
     print(f"written to {path}")

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from benchmarks import inputs
-from benchmarks.common import SMALLER, write_result
+from benchmarks.common import add_result_flags, result_folder, write_result
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
     parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB); default: temporary")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the records; result in outputs/benchmarks")
+    add_result_flags(parser, quick="a tenth of the records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         rows = measured(Path(folder), args.records, args.rows, args.distinct)
     meta = {"distinct_records": args.distinct, "distinct_pictures": _PICTURES}
-    path = write_result("data_preflight", rows, folder=SMALLER if args.quick else None, **meta)
+    path = write_result("data_preflight", rows, folder=result_folder(args), **meta)
     print(f"written to {path}")
 
 

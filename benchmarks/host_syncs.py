@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-from benchmarks.common import ROOT, SMALLER, run_json, write_result
+from benchmarks.common import ROOT, add_result_flags, result_folder, run_json, write_result
 from benchmarks.gpu_training import write_records
 from benchmarks.shapes import PRESETS, write_language_model, write_tower
 from llava.utils.commands import whole
@@ -43,8 +43,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, nargs="+", choices=(1, 2, 3), default=(2, 3), help="stages of ZeRO")
     ranks = sorted({1, min(2, torch.cuda.device_count() or 2)})
     parser.add_argument("--ranks", type=whole(1), nargs="+", default=ranks, help="numbers of ranks")
-    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="only the most ranks; the result is in outputs/benchmarks")
+    add_result_flags(parser, quick="only the most ranks")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
@@ -53,7 +52,7 @@ def main() -> None:
             print(lines, flush=True)
         return
     if args.quick:
-        args.ranks, args.output_dir = [max(args.ranks)], args.output_dir or SMALLER
+        args.ranks = [max(args.ranks)]
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), max(args.ranks))
         runs = {(zero, ranks): run(Path(folder), zero, ranks) for zero in args.zero for ranks in args.ranks}
@@ -61,7 +60,7 @@ def main() -> None:
     rows += [{"zero": zero, "ranks": ranks} | line for (zero, ranks), lines in runs.items() for line in lines]
     for row in rows:
         print(row)
-    print(write_result("host_syncs", rows, folder=args.output_dir, micro_batches_of_a_step=MICRO_BATCHES))
+    print(write_result("host_syncs", rows, folder=result_folder(args), micro_batches_of_a_step=MICRO_BATCHES))
 
 
 def write_inputs(folder: Path, ranks: int) -> None:

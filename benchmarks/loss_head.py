@@ -13,7 +13,7 @@ import time
 import torch
 from torch.nn import functional as F
 
-from benchmarks.common import SMALLER, run_json, spread, write_result
+from benchmarks.common import add_result_flags, result_folder, run_json, spread, write_result
 from llava.model.loss import chunked_loss, liger_loss, plain_loss
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="one repeat of the smallest; result in outputs/benchmarks")
+    add_result_flags(parser, quick="one repeat of the smallest")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.vocabularies = 1, [min(args.vocabularies)]
@@ -70,7 +70,7 @@ def main() -> None:
             )
     names = ("tokens", "supervised", "hidden", "dtype", "frozen_head", "repeats")
     meta = {name: getattr(args, name) for name in names}
-    print(write_result(f"loss_head{args.suffix}", rows, folder=SMALLER if args.quick else None, **meta))
+    print(write_result(f"loss_head{args.suffix}", rows, folder=result_folder(args), **meta))
 
 
 def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict:

@@ -10,7 +10,7 @@ import time
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.common import alternate, spread, write_result
+from benchmarks.common import add_result_flags, alternate, result_folder, spread, write_result
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--samples", type=whole(1), default=16, help="images in the micro-batch")
     parser.add_argument("--repeats", type=whole(1), default=10)
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="few repeats of few images")
+    add_result_flags(parser, quick="few repeats of few images")
     args = parser.parse_args()
     if args.quick:
         args.samples, args.repeats = 4, 5
@@ -90,7 +90,7 @@ def main() -> None:
         )
         print("{norm:14} {layer_ms:8.3f} ms of {step_ms:9.1f} ms: {share_of_step:.3%}".format(**rows[-1]))
     meta = {"samples": args.samples, "visual_tokens": visual, "text_tokens": text, "dtype": str(dtype)}
-    print(write_result(f"norm_layer{args.suffix}", rows, **meta, repeats=args.repeats))
+    print(write_result(f"norm_layer{args.suffix}", rows, folder=result_folder(args), **meta, repeats=args.repeats))
 
 
 def seconds(function, device: str) -> float:

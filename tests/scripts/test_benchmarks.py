@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,6 +44,14 @@ def test_a_result_says_machine_versions_and_commit(tmp_path):
     assert result["rows"] == [{"arm": "a", "seconds": 1.5}] and result["flags"] == {"quick": True}
     assert set(result["environment"]) == {"machine", "threads", "versions", "commit"}
     assert result["environment"]["versions"]["torch"] and result["environment"]["machine"]["cores"] >= 1
+
+
+def test_quick_runs_never_replace_the_figures_of_the_page():
+    parser = argparse.ArgumentParser()
+    common.add_result_flags(parser, quick="one run")
+    folders = [common.result_folder(parser.parse_args(words)) for words in ([], ["--quick"])]
+    assert folders == [common.RESULTS, common.QUICK_RESULTS]
+    assert common.result_folder(parser.parse_args(["--quick", "--output-dir", "here"])) == Path("here")
 
 
 def test_arms_take_turns_and_the_warmup_is_dropped():
