@@ -44,7 +44,7 @@ launch llava/train/train_mem.py \
   --vision_tower "$VISION_TOWER" \
   --mm_vision_select_layer -2 \
   --mm_vision_select_feature patch \
-  --mm_projector_type mlp2x_gelu \
+  --mm_projector_type "${PROJECTOR:-mlp2x_gelu}" \
   --pretrain_mm_mlp_adapter "$PRETRAIN_ADAPTER" \
   --mm_projector_norm "$NORM" \
   --mm_projector_norm_init "${NORM_INIT:-}" \

@@ -31,7 +31,7 @@ launch llava/train/train_mem.py \
   --vision_tower "$VISION_TOWER" \
   --mm_vision_select_layer -2 \
   --mm_vision_select_feature patch \
-  --mm_projector_type mlp2x_gelu \
+  --mm_projector_type "${PROJECTOR:-mlp2x_gelu}" \
   --mm_projector_norm "$NORM" \
   --mm_projector_norm_init "${NORM_INIT:-}" \
   --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \

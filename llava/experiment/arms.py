@@ -1,12 +1,15 @@
 """The names of a comparison's arms: a norm of `NORM_TYPES`, with its initial norm after an @ unless that is the
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
-`scale-fixed`. `layernorm_default` is the older spelling of `layernorm@default`."""
+`scale-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`. `layernorm_default` is the older
+spelling of `layernorm@default`."""
 
 from typing import NamedTuple
 
 from llava.utils.plugins import load_named
 
 BASELINE = "none"
+PROJECTOR = "mlp2x_gelu"
+"""The projector of all arms that do not name one: the scripts' default."""
 SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
 """What `parse_seeds` reads, for the help of `--seeds`."""
 FIXED = "-fixed"
@@ -20,33 +23,46 @@ class Arm(NamedTuple):
         norm: `--mm_projector_norm`.
         init: `--mm_projector_norm_init`; empty for the baseline, which has none.
         learnable: `--mm_projector_norm_learnable`.
+        projector: `--mm_projector_type`.
     """
 
     norm: str
     init: str
     learnable: bool = True
+    projector: str = PROJECTOR
 
     @property
     def settings(self) -> dict[str, str]:
         """Variables of scripts/pretrain.sh and finetune.sh."""
-        return {"NORM": self.norm, "NORM_INIT": self.init, "NORM_LEARNABLE": "" if self.learnable else "False"}
+        projector = "" if self.projector == PROJECTOR else self.projector
+        learnable = "" if self.learnable else "False"
+        return {"PROJECTOR": projector, "NORM": self.norm, "NORM_INIT": self.init, "NORM_LEARNABLE": learnable}
 
 
 def parse_arm(name: str) -> Arm:
     """The arm called `name`.
 
     Raises:
-        ValueError: an unknown norm, a malformed initial norm, or a baseline that has either suffix.
+        ValueError: an unknown norm or projector, a malformed initial norm, or a baseline that has either suffix.
     """
-    from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init  # takes seconds
+    # These take seconds.
+    from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
+    from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init
 
-    load_named()  # a plug-in's norm is an arm too
+    load_named()  # a plug-in's norm or projector is an arm too
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
     if not at and norm.endswith(_DEFAULT):
         norm, at, init = norm.removesuffix(_DEFAULT), "@", "default"
     if norm not in NORM_TYPES:
-        raise ValueError(f"--arms {name}: {norm!r} is not one of: {', '.join(NORM_TYPES)}")
+        try:
+            find_projector(name)
+        except ValueError:
+            known = ", ".join([*NORM_TYPES, *PROJECTOR_TYPES])
+            raise ValueError(f"--arms {name}: {norm!r} is not one of: {known}") from None
+        if name == PROJECTOR:
+            raise ValueError(f"--arms {name}: the projector of {BASELINE} and of every norm; leave it out")
+        return Arm(BASELINE, "", projector=name)
     if norm == BASELINE:
         if at or not learnable:
             raise ValueError(f"--arms {name}: the baseline has no norm to initialize or to fix")

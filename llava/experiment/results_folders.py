@@ -13,7 +13,7 @@ from llava.eval.evaluate import parser as evaluation
 from llava.eval.paired import MEAN, score_benchmarks
 from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
 from llava.experiment.answers import UNTOUCHED
-from llava.experiment.arms import BASELINE, FIXED
+from llava.experiment.arms import BASELINE, FIXED, PROJECTOR
 from llava.experiment.engine import DEMO
 from llava.experiment.paper import ARMS
 from llava.experiment.quickstart import ANSWERS
@@ -207,9 +207,9 @@ def of_evaluation(folder: Path) -> Entry:
 
 def arm_of(model: Mapping[str, Any]) -> str:
     """The name of the arm with these flags, which `parse_arm` reads."""
-    norm, init = model["mm_projector_norm"], model["mm_projector_norm_init"]
+    norm, init, projector = (model[f"mm_projector_{name}"] for name in ("norm", "norm_init", "type"))
     if norm == BASELINE:
-        return norm
+        return norm if projector == PROJECTOR else projector
     return norm + ("" if init == ALIGNED else f"@{init}") + ("" if model["mm_projector_norm_learnable"] else FIXED)
 
 

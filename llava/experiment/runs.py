@@ -29,7 +29,9 @@ ABSENT = "(absent)"  # in place of a field that a run does not have
 # Prefixes of the flags that decide where and how often something is written, and no weights.
 NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 # Prefixes of the fields in which runs may differ.
-ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
+ARM_FIELDS = tuple(
+    f"{part}.mm_projector_{name}" for part in ("model", "initial_weights", "config") for name in ("norm", "type")
+)
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
 # Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
 OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_mlp_adapter", "config._name_or_path")
@@ -150,6 +152,8 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
             else next((r for r in runs if (r.seed, r.arm) == (run.seed, first.arm)), first)
         )
         allowed = ARM_FIELDS if run.arm != other.arm else ()
+        if parse_arm(run.arm).projector != parse_arm(other.arm).projector:
+            allowed += ("initial_weights.mm_mlp_adapter",)
         allowed += SEED_FIELDS if run.seed != other.seed else ()
         allowed += OWN_STAGE_1 if stage == "finetune" else ()
         changed = differences(other.configuration(stage), run.configuration(stage), ABSENT)
@@ -161,7 +165,7 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
 
 def check_flags(run: Run, stage: str, flags: Mapping[str, str]) -> None:
     """Raises ValueError if the stage was trained with other flags than `flags`, but for those of its arm and seed."""
-    own = (*NOT_IDENTITY, "mm_projector_norm", "seed", "local_rank")
+    own = (*NOT_IDENTITY, "mm_projector_norm", "mm_projector_type", "seed", "local_rank")
     before, now = ({name: value for name, value in given.items() if not name.startswith(own)}
                    for given in (run.flags(stage), flags))  # fmt: skip
     if changed := differences(before, now, ABSENT):
@@ -192,6 +196,7 @@ def check_arm(run: Run, stage: str) -> None:
     actual = run.configuration(stage)
     arm = parse_arm(run.arm)
     expected = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
+    expected["model.mm_projector_type"] = arm.projector
     if arm.norm != BASELINE:
         expected |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
     if stage == "finetune":

@@ -14,6 +14,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
         "DEMO_DATA": "with PRESET=demo: scenes, stamps or probes, prepared by python -m playground (default: scenes)",
         "PLUGINS": "Python files with your own parts, joined by commas or spaces (default: none)",
+        "PROJECTOR": "type of the projector, as --mm_projector_type has it (default: mlp2x_gelu)",
         "NORM": "the arm: norm layer after the projector",
         "NORM_INIT": "initial L2 norm of visual tokens: text_norm, default or a number (default: the trainer's)",
         "NORM_LEARNABLE": "False keeps that norm's gain as it starts (default: True)",

@@ -17,7 +17,8 @@ from transformers import PretrainedConfig
 
 from llava.constants import IGNORE_INDEX
 from llava.data.collate import Batch
-from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.model.llava_arch import LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.multimodal_projector.builder import VocabularyMix
 from llava.model.zero3 import full_shape
 from llava.train.optim import is_trained
 
@@ -121,8 +122,7 @@ def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:
     return FlopCosts(
         per_token=linear_flops(decoder.layers, passes_gradient=through_decoder),
         per_pair=pair * (len(decoder.layers) - windowed),
-        per_image=tower_flops
-        + model.crop_rules().tokens_per_crop * _projector_flops(decoder.mm_projector, tower_trained),
+        per_image=tower_flops + model.crop_rules().tokens_per_crop * _projector_flops(decoder, tower_trained),
         per_target=_matmul_flops(model.lm_head, passes_gradient=through_decoder),
         per_window_pair=pair * windowed,
         sliding_window=config.sliding_window if windowed else None,
@@ -154,12 +154,15 @@ def _matmul_flops(module: nn.Module, passes_gradient: bool) -> int:
     return 2 * elements * (1 + passes_gradient + module.get_parameter("weight").requires_grad)
 
 
-def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:
+def _projector_flops(decoder: LlavaMetaModel, tower_trained: bool) -> int:
     """As `linear_flops`, but the first layer's input needs a gradient only for a trained tower."""
     flops, passes_gradient = 0, tower_trained
-    for module in projector.modules():
+    for module in decoder.mm_projector.modules():
         if isinstance(module, nn.Linear):
             flops += _matmul_flops(module, passes_gradient)
+        elif isinstance(module, VocabularyMix):  # the product that gives the weights, and that of the weights
+            flops += _matmul_flops(decoder.embed_tokens, passes_gradient)
+            flops += _matmul_flops(decoder.embed_tokens, passes_gradient or is_trained(decoder.embed_tokens))
         passes_gradient = passes_gradient or any(p.requires_grad for p in module.parameters(recurse=False))
     return flops
 

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.model.multimodal_projector.builder import vocabulary_mix
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained
@@ -98,11 +99,14 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
         for unit in units:
             _mark(unit)
         logger.info("ZeRO-3 gathers the weights of each of %d layers at once", len(units))
-        if (newline := model.get_model().image_newline) is not None:
-            import deepspeed
+        # Parameters that modules use before, or without, the modules that hold them.
+        decoder = model.get_model()
+        users = [(model, decoder.image_newline), (vocabulary_mix(decoder.mm_projector), decoder.embed_tokens.weight)]
+        for user, parameter in users:
+            if user is not None and parameter is not None:
+                import deepspeed
 
-            # The newline is the decoder's parameter, but the model uses it before the decoder runs.
-            deepspeed.zero.register_external_parameter(model, newline)
+                deepspeed.zero.register_external_parameter(user, parameter)
 
 
 def fill_bucket_sizes(model: LlavaMetaForCausalLM, zero: dict[str, Any]) -> None:

@@ -293,3 +293,11 @@ def test_three_steps_under_zero_3_on_two_ranks_equal_one_process(tiny, tmp_path)
     for name, options in models.items():
         train_module.train(flags(families, tmp_path / "one" / name, 2, per_device_train_batch_size=8, **options))
         assert_same(tmp_path / "two" / name, tmp_path / "one" / name)
+
+
+def test_a_mix_of_the_gathered_text_embedding_equals_one_process(tiny, tmp_path):
+    """Under ZeRO-3 the projector uses a parameter of another module, whose gradient it adds to."""
+    options = COMPARABLE | {"mm_projector_type": "vocab_mix_mlp2x_gelu", "norm": "none"}
+    launch(flags(tiny, tmp_path / "two", 2, **options), "zero3", tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
+    assert_same(tmp_path / "two", tmp_path / "one")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from training import build, flags, greedy_tokens, load, training_arguments
 from transformers import Gemma3Config, Idefics3Config, InternVLConfig, SiglipVisionConfig, SiglipVisionModel
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector, Gemma3TextScaledWordEmbedding
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
@@ -30,6 +30,7 @@ from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
 
 MERGING = ("pixel_shuffle_2x_mlp2x_gelu", "avgpool_2x_mlp2x_gelu")
+OTHERS = ("pre_layernorm_mlp2x_gelu", "vocab_mix_mlp2x_gelu")  # as many tokens as patches
 SIDE = 4  # patches along a side of the tower `fine`
 MODES = [
     {"image_aspect_ratio": "square"},
@@ -97,6 +98,64 @@ def test_average_pooling_equals_gemma_3s_on_the_same_features(fine):
     pooled = theirs.avg_pool(features.transpose(1, 2).view(3, 24, SIDE, SIDE)).flatten(2).transpose(1, 2)
     ours = bare(fine, "avgpool_2x_mlp2x_gelu")
     torch.testing.assert_close(ours(features), ours[1:](pooled))
+
+
+def test_the_norm_before_the_mlp_equals_internvls_projector_on_the_same_weights(fine):
+    ours = bare(fine, "pre_layernorm_mlp2x_gelu")
+    vision, text = {"hidden_size": 24}, SIZES | {"model_type": "qwen2"}
+    theirs = InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text, downsample_ratio=1.0))
+    theirs.layer_norm, theirs.linear_1, theirs.linear_2 = ours[0], ours[1], ours[3]
+    features = 50 * torch.randn(3, SIDE**2, 24) + 7
+    torch.testing.assert_close(ours(features), theirs(features))
+    assert isinstance(ours[0], nn.LayerNorm) and ours[0].eps == 1e-5
+
+
+def mixed_in_float64(model, images):
+    """The tokens of `vocab_mix_mlp2x_gelu`, as its definition has them, from the MLP's output."""
+    decoder = model.get_model()
+    mlp, rows = decoder.mm_projector[:-1].double(), decoder.embed_tokens.weight.double()
+    logits = mlp(decoder.vision_tower(images).double()) @ rows.T
+    odds = (logits - logits.amax(-1, keepdim=True)).exp()
+    return (odds / odds.sum(-1, keepdim=True)) @ rows * getattr(decoder.embed_tokens, "embed_scale", 1)
+
+
+def mixing(fine):
+    return make(fine, tower="fine", norm="none", mm_projector_type="vocab_mix_mlp2x_gelu")
+
+
+@pytest.mark.parametrize("scale", [None, 5.5])
+def test_the_mix_equals_its_definition_and_no_token_is_longer_than_the_longest_row(fine, scale):
+    """A scaled embedding is Gemma's."""
+    model = mixing(fine)
+    if scale:
+        rows = model.get_input_embeddings().weight
+        model.set_input_embeddings(Gemma3TextScaledWordEmbedding(*rows.shape, 0, scale))
+        model.get_input_embeddings().weight = rows
+    images = 3 * torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        tokens = model.encode_images(images)
+        torch.testing.assert_close(tokens.double(), mixed_in_float64(model, images), atol=1e-6, rtol=1e-5)
+        texts = model.get_model().embed_tokens(torch.arange(model.config.vocab_size))
+    assert tokens.norm(dim=-1).max() <= texts.norm(dim=-1).max()
+
+
+def test_the_mix_follows_an_embedding_that_was_replaced(fine):
+    model = mixing(fine)
+    images = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        before = model.encode_images(images)
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+        model.get_input_embeddings().weight.mul_(2)
+        after = model.encode_images(images)
+        torch.testing.assert_close(after.double(), mixed_in_float64(model, images), atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(before, after)
+    assert not [name for name in model.state_dict() if "mm_projector" in name and "embed" in name]
+
+
+def test_the_embedding_of_the_mix_gets_a_gradient_where_it_is_trained(fine):
+    model = mixing(fine)
+    model.encode_images(torch.randn(1, 3, 16, 16)).square().sum().backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
 def test_a_merged_token_holds_its_own_square_of_patches():
@@ -170,7 +229,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(fine, tmp
 
 @no_rotary_product
 @pytest.mark.parametrize("mode", [MODES[0], MODES[4]], ids=["square", "unpad"])
-@pytest.mark.parametrize("projector", MERGING)
+@pytest.mark.parametrize("projector", MERGING + OTHERS)
 def test_counted_operations_equal_pytorchs_counter(fine, tmp_path, shapes, mode, projector):
     model, trainer = built(fine, tmp_path, shapes, mode, projector, attn_implementation="eager")
     model.get_vision_tower().vision_model.set_attn_implementation("eager")
@@ -196,6 +255,14 @@ def test_the_memory_estimate_knows_that_more_pictures_fit_into_the_same_tokens(f
         assert more == (16 - 4) * 16 * 24 * 4  # the features of 16 pictures, not 4; as many visual tokens
 
 
+def test_the_memory_estimate_has_the_mixs_weights_over_the_vocabulary(fine, tmp_path):
+    plain, mixed = (
+        estimate_memory(make(fine, tower="fine", mm_projector_type=projector).train(), training_arguments(tmp_path), 64)
+        for projector in ("mlp2x_gelu", "vocab_mix_mlp2x_gelu")
+    )
+    assert mixed.embeddings - plain.embeddings == 4 * 16 * 320 * 3 * 4  # 4 pictures of 16 tokens; float32 throughout
+
+
 # --- through training, loading and the analyses -----------------------------------------------------------------------
 
 
@@ -213,6 +280,20 @@ def checkpoint(request, fine, shapes, tmp_path_factory):
 def test_both_stages_train_and_the_checkpoint_answers(checkpoint):
     model = load(checkpoint, None)
     assert model.crop_rules().tokens_per_crop == 4 and len(greedy_tokens(model)) == 12
+
+
+@pytest.mark.parametrize("projector", OTHERS)
+def test_both_stages_train_other_projectors_and_the_checkpoint_answers(fine, shapes, tmp_path, projector):
+    captions = {"data_path": shapes["data_path"].with_name("pretrain.json"), "image_folder": shapes["image_folder"]}
+    shared = {"tower": "fine", "mm_projector_type": projector, "norm": "none"}
+    train_module.train(flags(fine, tmp_path / "s1", 1, **captions, **shared))
+    adapter = {"pretrain_mm_mlp_adapter": tmp_path / "s1/mm_projector.bin"}
+    with pytest.raises(ValueError, match=f"mm_projector_type: adapter '{projector}' .* flags 'mlp2x_gelu'"):
+        train_module.train(flags(fine, tmp_path / "s2", 2, **shapes, tower="fine", norm="none", **adapter))
+    train_module.train(flags(fine, tmp_path / "s2", 2, **shapes, **shared, **adapter))
+    assert len(greedy_tokens(load(tmp_path / "s2", None))) == 12
+    with pytest.raises(ValueError, match=f"mm_projector_type={projector}, which the exported classes do not have"):
+        exportable_config(str(tmp_path / "s2"))
 
 
 def test_export_refuses_a_projector_that_the_library_lacks(checkpoint):

@@ -23,6 +23,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
     """
     run = Run(root, seed, arm)
     norm = arm.removesuffix("_default").removesuffix("-fixed")
+    projector, norm = (arm, "none") if arm.endswith("mlp2x_gelu") else ("mlp2x_gelu", norm)
     for stage in STAGES:
         folder = run.folder(stage)
         folder.mkdir(parents=True)
@@ -31,7 +32,8 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         (folder / "config.json").write_text(json.dumps(config))
         model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
         model["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
-        model["mm_projector_norm_init"] = "default" if norm != arm else "text_norm"
+        model["mm_projector_norm_init"] = "default" if arm.endswith("_default") else "text_norm"
+        model["mm_projector_type"] = projector
         model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
         training = {
             "seed": seed,
@@ -47,7 +49,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
             "order": f"order-{seed}",
             "initial_weights": {
                 "mm_language_model": "x",
-                "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' else ''}",
+                "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' or projector == arm else ''}",
             },
             "code": {"digest": "d", "commit": "c0ffee"},
             "versions": {"torch": "0.1.0"},  # which nobody has installed

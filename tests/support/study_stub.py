@@ -84,6 +84,7 @@ def train(flags: dict[str, str], other: bool) -> None:
     model = {"model_name_or_path": flags["model_name_or_path"], "vision_tower": flags["vision_tower"]}
     model |= {"mm_projector_norm": norm, "mm_projector_norm_init": flags.get("mm_projector_norm_init", "text_norm")}
     model["mm_projector_norm_learnable"] = flags.get("mm_projector_norm_learnable") != "False"
+    model["mm_projector_type"] = flags["mm_projector_type"]
     adapter = flags.get("pretrain_mm_mlp_adapter")
     (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
     start = {

@@ -5,6 +5,7 @@ import json
 import pytest
 from comparison_runs import change, write_run, write_scores
 
+from llava.experiment.arms import parse_arm
 from llava.experiment.commands import main, parser, runs_of
 from llava.experiment.report_tables import configuration_tables
 from llava.experiment.runs import check_flags, check_present, check_results, check_runs
@@ -89,6 +90,36 @@ def test_a_folder_must_hold_the_run_of_its_name_and_stage_2_its_stage_1(runs):
     change(runs[0], "pretrain", "training.seed", 3)
     with pytest.raises(ValueError, match=r"training.seed: 1 \(expected\), 3 \(found\)"):
         check_runs(runs[:1], "pretrain")
+
+
+def test_another_projector_is_an_arm_whose_own_weights_may_differ(tmp_path):
+    arms = ("none", "layernorm", "pre_layernorm_mlp2x_gelu")
+    runs = [write_run(tmp_path, 1, arm, 0.5) for arm in arms]
+    check_runs(runs, "pretrain")
+    change(runs[1], "pretrain", "model.mm_projector_type", "pre_layernorm_mlp2x_gelu")
+    with pytest.raises(ValueError, match=r"mm_projector_type: 'mlp2x_gelu' \(expected\), 'pre_layernorm_mlp2x_gelu'"):
+        check_runs(runs, "pretrain")
+    change(runs[1], "pretrain", "model.mm_projector_type", "mlp2x_gelu")
+    change(runs[1], "pretrain", "initial_weights.mm_mlp_adapter", "z")
+    with pytest.raises(ValueError, match="mm_mlp_adapter: '1 ' .*, 'z'"):
+        check_runs(runs, "pretrain")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("pre_layernorm_mlp0x_gelu", "is not one of: none, .*vocab_mix_mlpNx_gelu"), ("mlp2x_gelu", "leave it out")]
+    + [("pre_layernorm_mlp2x_gelu-fixed", "is not one of")],
+)
+def test_other_names_of_arms_are_refused(name, reason):
+    with pytest.raises(ValueError, match=f"--arms {name}: .*{reason}"):
+        parse_arm(name)
+
+
+def test_an_arms_projector_reaches_the_scripts():
+    assert parse_arm("vocab_mix_mlp3x_gelu").settings | {"PROJECTOR": "vocab_mix_mlp3x_gelu", "NORM": "none"} == (
+        parse_arm("vocab_mix_mlp3x_gelu").settings
+    )
+    assert not parse_arm("gwc_layernorm").settings["PROJECTOR"]
 
 
 def test_a_run_continued_with_another_configuration_is_refused(runs):

@@ -204,11 +204,12 @@ def test_the_quickstart_keeps_the_scores_of_its_page(tmp_path):
     assert entry["command"] == ["bash scripts/quickstart.sh"] and entry["seeds"] == [42]
 
 
-@pytest.mark.parametrize("arm", [*ARMS, "layernorm@default", "gwc_layernorm@4x", "scale-fixed"])
+@pytest.mark.parametrize("arm", [*ARMS, "layernorm@default", "gwc_layernorm@4x", "scale-fixed", "vocab_mix_mlp2x_gelu"])
 def test_the_name_of_an_arm_follows_from_its_flags(arm):
     settings = parse_arm(arm)
     model = {"mm_projector_norm": settings.norm, "mm_projector_norm_init": settings.init or "text_norm"}
-    assert results_folders.arm_of(model | {"mm_projector_norm_learnable": settings.learnable}) == arm
+    model |= {"mm_projector_norm_learnable": settings.learnable, "mm_projector_type": settings.projector}
+    assert results_folders.arm_of(model) == arm
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

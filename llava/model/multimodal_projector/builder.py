@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from llava.model.multimodal_projector.norm import end_with_norm
@@ -38,6 +39,31 @@ class MergePatches(nn.Module):
 
     def extra_repr(self) -> str:
         return f"side={self.side}, mean={self.mean}"
+
+
+class VocabularyMix(nn.Module):
+    """Makes each visual token a convex combination of the text embeddings: `softmax(x E^T) E` [N, V, D].
+
+    The connector of AlignVLM (arXiv 2502.01341), with the text embedding E [C, D] itself in both places: no token is
+    longer than the longest row of E, without a norm. E trains wherever the language model's embedding does.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._embedding: tuple[nn.Module, ...] = ()  # in a tuple, so that it stays the decoder's parameter alone
+
+    def follow(self, embedding: nn.Module) -> None:
+        """Sets E, the text embedding as it is now; before every run, since a model's embedding may be replaced."""
+        self._embedding = (embedding,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (embedding,) = self._embedding
+        rows = embedding.get_parameter("weight")
+        weights = F.linear(x.to(rows.dtype), rows).softmax(dim=-1, dtype=torch.float32)
+        tokens = weights.to(rows.dtype) @ rows
+        if (scale := getattr(embedding, "embed_scale", None)) is not None:  # Gemma's rows enter the LLM multiplied
+            tokens = tokens * scale.to(rows.dtype)
+        return tokens.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -77,6 +103,14 @@ def _avgpool_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequen
     return nn.Sequential(MergePatches(2, mean=True), *_mlp(mm_hidden_size, hidden_size, depth))
 
 
+def _pre_layernorm_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(mm_hidden_size), *_mlp(mm_hidden_size, hidden_size, depth))
+
+
+def _vocab_mix_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*_mlp(mm_hidden_size, hidden_size, depth), VocabularyMix())
+
+
 # LLaVA's linear and identity projectors are bare modules, so their parameter names carry no index.
 PROJECTOR_TYPES: dict[str, ProjectorType] = {
     "linear": ProjectorType(lambda mm_hidden_size, hidden_size, _: nn.Linear(mm_hidden_size, hidden_size)),
@@ -84,6 +118,8 @@ PROJECTOR_TYPES: dict[str, ProjectorType] = {
     "mlpNx_gelu": ProjectorType(_mlp),
     "pixel_shuffle_2x_mlpNx_gelu": ProjectorType(_pixel_shuffle_mlp, merge=2),
     "avgpool_2x_mlpNx_gelu": ProjectorType(_avgpool_mlp, merge=2),
+    "pre_layernorm_mlpNx_gelu": ProjectorType(_pre_layernorm_mlp),
+    "vocab_mix_mlpNx_gelu": ProjectorType(_vocab_mix_mlp),
 }
 """Projectors by `mm_projector_type`; N in a name stands for a number from 1."""
 
@@ -103,6 +139,11 @@ def find_projector(name: str) -> tuple[ProjectorType, int]:
         f"--mm_projector_type: expected one of {', '.join(PROJECTOR_TYPES)}, with a number for N as in mlp2x_gelu; "
         f"found {name!r}"
     )
+
+
+def vocabulary_mix(projector: nn.Module) -> VocabularyMix | None:
+    """The part of `projector` that needs the text embedding, or None."""
+    return next((part for part in projector.modules() if isinstance(part, VocabularyMix)), None)
 
 
 def build_vision_projector(config: PretrainedConfig) -> nn.Module:
