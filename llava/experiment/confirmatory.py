@@ -1,7 +1,7 @@
 """A study that was planned in writing: seeds trained as the plan has them, each recorded once all its arms are done.
 
 registered          the plan: docs/study-plan.json
-study_runs          the recorded runs: study-runs.json, next to the plan
+study_runs          the recorded runs, next to the plan: study-runs.json
 confirmatory_page   the comparisons, after the last seed: study-runs.md
 """
 

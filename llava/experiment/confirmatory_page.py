@@ -96,7 +96,7 @@ def reached(plan: Registered, record: Record) -> Rows:
 
 
 def write_page(plan: Registered, record: Record) -> None:
-    """Writes `study-runs.md`, and after the last seed its figure."""
+    """Writes the page next to the runs, and after the last seed its figure."""
     missing = missing_seeds(plan, record)
     page = runs_file(plan).with_suffix(".md")
     tables = {"Runs": run_table(record)}
@@ -107,10 +107,9 @@ def write_page(plan: Registered, record: Record) -> None:
         rows = compared(plan, record)
         drawn = {row["arm"]: row for row in rows if row["outcome"].startswith("accuracy")}
         (page.parent / "figures").mkdir(exist_ok=True)
-        (page.parent / "figures/study-runs.svg").write_bytes(figures.differences(drawn, plan.arms))
-        text += (
-            "![Each row is an arm's difference from none, with its interval and its seeds.](figures/study-runs.svg)\n"
-        )
+        figure = f"figures/{page.stem}.svg"
+        (page.parent / figure).write_bytes(figures.differences(drawn, plan.arms))
+        text += f"![Each row is an arm's difference from none, with its interval and its seeds.]({figure})\n"
         tables = result_tables(plan, record, rows) | tables
     numbers = render("page.md.jinja", numbers=tables).strip()
     write_text(page, f"# The study's runs\n\n{text}\n{numbers}\n")
@@ -138,6 +137,7 @@ def result_tables(plan: Registered, record: Record, rows: Rows) -> dict[str, Row
         "Differences of each seed": seeds,
         "Samples of stage 2 to reach a held-out loss": samples,
         "Percent right": means(record, "scores", 100.0),
+        "Percent right, the picture changed or taken away": controls(plan, record),
         "Mean log-probability of the expected answer, nats": means(record, "log_probabilities", 1.0),
     }
 
@@ -150,6 +150,21 @@ def means(record: Record, name: str, factor: float) -> Rows:
     return [
         {"arm": arm}
         | {task: in_digits(factor * float(np.mean([run[task] for run in runs])), 3) for task in record["questions"]}
+        for arm, runs in by_arm.items()
+    ]
+
+
+def controls(plan: Registered, record: Record) -> Rows:
+    """Every arm's mean over the plan's tasks and its seeds under each control, with the picture too."""
+    by_arm: dict[str, list[dict[str, float]]] = {}
+    for entry in record["runs"]:
+        whole = 100 * float(np.mean([np.mean(entry["scores"][task]) for task in plan.tasks]))
+        own = {
+            name: float(np.mean([by_task[task] for task in plan.tasks])) for name, by_task in entry["controls"].items()
+        }
+        by_arm.setdefault(entry["arm"], []).append({"picture": whole} | own)
+    return [
+        {"arm": arm} | {name: in_digits(float(np.mean([run[name] for run in runs])), 3) for name in runs[0]}
         for arm, runs in by_arm.items()
     ]
 

@@ -2,7 +2,7 @@
 
     preset      what is trained (`study --preset`)
     arms        none first
-    primary     the arms whose differences from none the study decides
+    primary     the arms whose differences from none the study decides; none in an exploratory study
     seeds       every arm is trained with every seed; a fixed number, whatever comes out
     trials      trainings of the baseline, from which tasks and losses follow: `seed`; by task the `right` answers,
                 `questions` and `chance` in percent; `samples` of stage 2 with the held-out `loss` there
@@ -36,7 +36,6 @@ from llava.experiment.study_record import read_record
 from llava.launch.recipe import STAGES
 from llava.utils.intervals import CONFIDENCE, share_interval
 
-START = "<!-- generated: python -m llava.compare plan docs/study-plan.json --docs -->"
 WIDER = (1.0, 1.5)  # three seeds hardly tell a deviation: what if the pilot's is too small by this factor
 
 
@@ -59,7 +58,7 @@ class Registered:
     @property
     def confidence(self) -> float:
         """That of each primary interval, so that all together have 95 % (Bonferroni)."""
-        return confidence_of(len(self.primary))
+        return confidence_of(max(1, len(self.primary)))
 
     @property
     def seen(self) -> list[int]:
@@ -112,11 +111,15 @@ def parsed(file: Path) -> Registered:
 def _check(plan: Registered) -> None:
     where = f"--plan {plan.file}"
     parse_arms(",".join(plan.arms))
-    if not plan.primary or not set(plan.primary) <= set(plan.arms[1:]):
+    if not set(plan.primary) <= set(plan.arms[1:]):
         raise ValueError(f"{where}: primary {plan.primary}: expected arms of {plan.arms[1:]}")
     if len(set(plan.seeds)) < max(2, len(plan.seeds)):
         raise ValueError(f"{where}: seeds {plan.seeds}: expected at least two, none twice")
     pilot = read_record(plan.file.parent / plan.pilot)
+    if unseen := sorted(set(plan.primary) - pilot["scores"].keys()):
+        raise ValueError(
+            f"{where}: primary {unseen}: the pilot {plan.pilot} did not train them, so nothing can be planned"
+        )
     if again := sorted(set(plan.seeds) & {*pilot["seeds"], *plan.seen}):
         raise ValueError(
             f"{where}: seeds {again} were seen before the plan was made (pilot {pilot['seeds']}, trials {plan.seen}); "
@@ -160,10 +163,13 @@ def trial_table(plan: Registered) -> Rows:
 
 
 def pilot_differences(plan: Registered) -> dict[str, np.ndarray]:
-    """Each arm's difference from the baseline in points, mean over the plan's tasks, for each of the pilot's seeds."""
+    """Difference from the baseline in points of each arm that the pilot trained, for each of the pilot's seeds.
+
+    It is the mean over the plan's tasks.
+    """
     scores = read_record(plan.file.parent / plan.pilot)["scores"]
-    means = {arm: np.mean([scores[arm][task] for task in plan.tasks], axis=0) for arm in plan.arms}
-    return {arm: means[arm] - means[plan.arms[0]] for arm in plan.arms[1:]}
+    means = {arm: np.mean([scores[arm][task] for task in plan.tasks], axis=0) for arm in plan.arms if arm in scores}
+    return {arm: mean - means[plan.arms[0]] for arm, mean in means.items() if arm != plan.arms[0]}
 
 
 def planned_deviation(plan: Registered) -> float:
@@ -173,7 +179,13 @@ def planned_deviation(plan: Registered) -> float:
 
 
 def planning(plan: Registered) -> dict[str, Rows]:
-    """The trials, the pilot's paired differences, and what the plan's seeds can show by them, as tables by title."""
+    """The trials, the pilot's paired differences, and what the plan's seeds can show by them, as tables by title.
+
+    The last two are left out without primary arms.
+    """
+    tables = {"The baseline in trials": trial_table(plan)} if plan.trials else {}
+    if not plan.primary:
+        return tables
     seeds = read_record(plan.file.parent / plan.pilot)["seeds"]
     rows: Rows = []
     for arm, values in pilot_differences(plan).items():
@@ -193,8 +205,7 @@ def planning(plan: Registered) -> dict[str, Rows]:
                     "no difference is seen as such, %": f"{100 * within_probability(plan.margin, *facts):.0f}",
                 }
             )
-    tables = {"The pilot's paired differences": rows, "What the seeds can show": power}
-    return ({"The baseline in trials": trial_table(plan)} if plan.trials else {}) | tables
+    return tables | {"The pilot's paired differences": rows, "What the seeds can show": power}
 
 
 # --- the command and the page -----------------------------------------------------------------------------------------
@@ -219,18 +230,28 @@ def show(plan: Registered, docs: bool) -> None:
 
 def with_planning(page: Path, plan: Registered) -> str:
     """The page's text with its generated part made again."""
-    before, after = by_hand(page, START)
-    return f"{before}{START}\n\n{generated(plan)}\n\n{END}{after}"
+    start = start_of(page)
+    before, after = by_hand(page, start)
+    return f"{before}{start}\n\n{generated(plan)}\n\n{END}{after}"
+
+
+def start_of(page: Path) -> str:
+    """The line before the generated part of a plan's page."""
+    return f"<!-- generated: python -m llava.compare plan docs/{page.stem}.json --docs -->"
 
 
 def generated(plan: Registered) -> str:
     """The generated part: the file's content, and `planning`."""
+    decided = f"Primary: {' and '.join(plan.primary)} against {plan.arms[0]}." if plan.primary else "None is primary."
+    corrected = (
+        f"each primary interval: {100 * plan.confidence:.1f} %; of all others: " if plan.primary else "intervals: "
+    )
     facts = [
-        f"Arms: {', '.join(plan.arms)}. Primary: {' and '.join(plan.primary)} against {plan.arms[0]}.",
+        f"Arms: {', '.join(plan.arms)}. {decided}",
         f"Seeds: {', '.join(map(str, plan.seeds))} ({len(plan.seeds)}).",
         f"Steps: {' and '.join(f'{count} in {stage}' for stage, count in plan.steps.items())}.",
         f"Tasks of the outcome: {', '.join(plan.tasks)}{'' if plan.trials else ' (the trials decide; none yet)'}.",
-        f"Confidence of each primary interval: {100 * plan.confidence:.1f} %; of all others: {100 * CONFIDENCE:.0f} %.",
+        f"Confidence of {corrected}{100 * CONFIDENCE:.0f} %.",
         f"Margin: {plan.margin:g} points.",
     ]
     if plan.trials:

@@ -1,4 +1,4 @@
-"""The recorded runs of a study by a written plan: `study-runs.json` next to the plan.
+"""The recorded runs of a study by a written plan, next to the plan: of `study-plan.json` in `study-runs.json`.
 
 Of every run the score and the expected answer's log-probability for each question, losses over stage 2, machine,
 commit, hours, and the plan's digest. A seed is recorded once all its arms are done, and is not trained again, on
@@ -21,13 +21,13 @@ from llava.utils.files import write_text
 from llava.utils.machine import machine
 from llava.utils.provenance import differences
 
-FILE, FORMAT = "study-runs.json", 1
+FORMAT = 1
 TOWER = "initial_weights.mm_vision_tower"
 BF16 = "training.bf16"
 PRECISION = (BF16, ".dtype")
 """Ends of the names of what follows from the precision, which a CPU has instructions for or not."""
 Record = dict[str, Any]
-"""The content of `FILE`: `configuration` and `questions`, the same for all, and `runs`."""
+"""The content of the file: `configuration` and `questions`, the same for all, and `runs`."""
 
 
 def changed_plan(plan: Registered, where: Path, before: str) -> str:
@@ -39,7 +39,7 @@ def changed_plan(plan: Registered, where: Path, before: str) -> str:
 
 
 def runs_file(plan: Registered) -> Path:
-    return plan.file.with_name(FILE)
+    return plan.file.with_name(f"{plan.file.stem.removesuffix('-plan')}-runs.json")
 
 
 def missing_seeds(plan: Registered, record: Record) -> list[int]:
