@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ def main() -> None:
     if args.steps % SAVED:
         parser.error(f"--steps {args.steps}: expected a multiple of {SAVED}")
     work = emptied(args.work)
+    if subprocess.run([sys.executable, "-m", "playground", "all"], cwd=ROOT).returncode:
+        sys.exit("error: the demo's model, pictures or tower could not be prepared, see above")
     still = [*flags, "--learning_rate", "0", "--max_steps", "1"]
     start = weights(trained(work / "start", PLAIN, SETTINGS[0], args, still))
     rows = []
@@ -72,7 +75,10 @@ def trained(folder: Path, arm: str, setting: Setting, args: argparse.Namespace, 
     command += ["--adam_epsilon", setting.adam_epsilon, *flags]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     with folder.with_suffix(".log").open("w") as log:
-        subprocess.run([str(part) for part in command], env=environment, stdout=log, stderr=log, check=True)
+        done = subprocess.run([str(part) for part in command], env=environment, stdout=log, stderr=log)
+    if done.returncode:
+        lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()[-8:]
+        sys.exit("\n".join([*lines, f"error: a run ended with status {done.returncode}; its log: {log.name}"]))
     (folder / "model.safetensors").unlink()  # the frozen parts, the same in all runs
     return folder
 

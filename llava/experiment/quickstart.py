@@ -87,7 +87,7 @@ class Quickstart(Experiment):
         }
         settings = {name: os.environ.get(name) or str(value) for name, value in own.items()}
         settings["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER", str(data / "images"))  # empty: the rows hold them
-        settings |= {"PRESET": DEMO, "DEMO_DATA": self.data, "NORM": run.arm, **WHOLE_RUNS}
+        settings |= {"PRESET": DEMO, "DEMO_DATA": self.data, "PROJECTOR": "", "NORM": run.arm, **WHOLE_RUNS}
         settings["OUTPUT_DIR"] = str(run.folder(stage).resolve())
         settings["PRETRAIN_ADAPTER"] = str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")
         return settings | self.threads(len(self.places()))

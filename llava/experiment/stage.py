@@ -26,7 +26,7 @@ _SET_BY = {
     "PRESET": "--preset sets it",
     "DEMO_DATA": "--preset, or the quickstart's --data, sets it",
     "SEED": "--seeds sets it",
-    "PROJECTOR": "--arms sets it, as in pre_layernorm_mlp2x_gelu",
+    "PROJECTOR": "arms have mlp2x_gelu, or that of their name in --arms, as in pre_layernorm_mlp2x_gelu",
     "NORM": "--arms sets it",
     "NORM_INIT": "--arms sets it, as in layernorm@4x",
     "NORM_LEARNABLE": "--arms sets it, as in layernorm-fixed",

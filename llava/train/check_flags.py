@@ -13,8 +13,7 @@ if __name__ == "__main__":
 from llava.anyres import check_modes
 from llava.conversation import get_template
 from llava.eval.tasks import choose_limited
-from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
-from llava.train.arguments import DataArguments
+from llava.train.arguments import DataArguments, ModelArguments
 from llava.train.flags import FlagParser
 
 
@@ -24,8 +23,8 @@ def main() -> int:
     parsed, _ = parser.parse_known_args(sys.argv[1:])
     try:
         get_template(parsed.version)
-        ProjectorNormArguments(**{name: getattr(parsed, name) for name in NORM_FIELDS})
-        DataArguments(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(DataArguments)})
+        for part in (ModelArguments, DataArguments):
+            part(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(part)})
         check_modes(parsed.image_aspect_ratio, parsed.mm_patch_merge_type)
         if parsed.eval_tasks:
             choose_limited(parsed.eval_tasks, "--eval_tasks")

@@ -225,6 +225,7 @@ def test_settings_that_trained_nothing_block_no_later_call(start):
     [
         (["--arms", "none none"], {}, "each once"),
         (["--arms", "none,batchnorm"], {}, "NORM=batchnorm is not one of"),
+        ([], {"PROJECTOR": "linear"}, "PROJECTOR=linear: arms have mlp2x_gelu"),
         ([], {"MAX_STEPS": "many"}, "MAX_STEPS=many is not a whole number"),
     ],
 )

@@ -360,6 +360,7 @@ def test_launcher_helps_with_no_package_installed():
     [
         ({"PRESET": "nonsense"}, ["PRESET=nonsense", *PRESETS]),
         ({"NORM": "nonsense"}, ["error: NORM=nonsense: ", *NORMS]),
+        ({"PROJECTOR": "mlp"}, ["error: PROJECTOR=mlp: --mm_projector_type: ", "mlpNx_gelu"]),
         ({"PROMPT_VERSION": "plian"}, ["PROMPT_VERSION=plian", "plain", "qwen_1_5"]),
         ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "1 2 4 8 16 32 64 128"]),
     ],
