@@ -1,7 +1,8 @@
 """How far the arms with and without compensation part in the demo's stage 1, by optimizer, clipping and epsilon.
 
 Each row trains both arms on the same samples from the same weights. The distance is that of their projectors' weights,
-without the norm, over the way that the plain arm's have gone. The table is in docs/models.md.
+without the norm, over the way that the plain arm's have gone. The table is in docs/models.md. The same command again
+goes on where it was stopped.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
+from llava.utils.versions import code_digest
 
 PLAIN, COMPENSATED = "layernorm", "gwc_layernorm"
 SAVED = 4
@@ -47,11 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--steps", type=whole(SAVED), default=16, help="optimizer steps of a run, a multiple of 4")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--work", type=Path, default=Path("outputs/compensation"), help="emptied; results and logs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("outputs/compensation"), help="results and logs; emptied of other settings"
+    )
     args, flags = parser.parse_known_args()  # what is left goes to the trainer
     if args.steps % SAVED:
         parser.error(f"--steps {args.steps}: expected a multiple of {SAVED}")
-    work = emptied(args.work)
+    work = begun(args.work, {"steps": args.steps, "seed": args.seed, "flags": flags, "code": code_digest()})
     if subprocess.run([sys.executable, "-m", "playground", "all"], cwd=ROOT).returncode:
         sys.exit("error: the demo's model, pictures or tower could not be prepared, see above")
     still = [*flags, "--learning_rate", "0", "--max_steps", "1"]
@@ -64,8 +68,19 @@ def main() -> None:
     print(f"written to {write_result('compensation', rows, work, steps=args.steps, seed=args.seed, flags=flags)}")
 
 
+def begun(folder: Path, settings: dict[str, Any]) -> Path:
+    """The folder's absolute path, with the runs that it has of these settings and this code; emptied of others."""
+    file = folder / "settings.json"
+    if not file.is_file() or json.loads(file.read_text()) != settings:
+        emptied(folder)
+        file.write_text(json.dumps(settings))
+    return folder.resolve()
+
+
 def trained(folder: Path, arm: str, setting: Setting, args: argparse.Namespace, flags: list[str]) -> Path:
-    """The folder of a finished stage 1 of the demo with float32 weights."""
+    """The folder of a finished stage 1 of the demo with float32 weights, which is trained unless it is there."""
+    if (folder / ADAPTER_FILE).is_file():
+        return folder
     variables = {
         "PRESET": "demo", "NORM": arm, "SEED": args.seed, "MAX_STEPS": args.steps, "OPTIM": setting.optim,
         "BF16": False, "NORM_LEARNABLE": setting.learnable, "SAVE_STRATEGY": "steps",
@@ -79,7 +94,7 @@ def trained(folder: Path, arm: str, setting: Setting, args: argparse.Namespace, 
     if done.returncode:
         lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()[-8:]
         sys.exit("\n".join([*lines, f"error: a run ended with status {done.returncode}; its log: {log.name}"]))
-    (folder / "model.safetensors").unlink()  # the frozen parts, the same in all runs
+    (folder / "model.safetensors").unlink(missing_ok=True)  # the frozen parts, the same in all runs
     return folder
 
 
