@@ -76,13 +76,13 @@ def test_scores_are_those_of_evaluate_sh_on_the_saved_model(tiny, hub, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"per_device_train_batch_size": 2}, {"bf16": True, "stage": 1}])
 def test_weights_are_bit_for_bit_the_same_without_benchmarks(tiny, hub, tmp_path, options):
-    options = {"version": "qwen_1_5", "max_steps": 4, "mm_projector_type": "mlp2x_gelu", **options}
+    options = {"version": "qwen_1_5", "max_steps": 2, "mm_projector_type": "mlp2x_gelu", **options}
     stage = options.pop("stage", 2)
     options |= {"data_path": tiny / "data/finetune.json"}
     asked = ASKED | {"eval_tasks_dir": hub, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     train_module.train(flags(tiny, tmp_path / "with", stage, **options, **asked))
     train_module.train(flags(tiny, tmp_path / "without", stage, **options))
-    assert [line["step"] for line in evaluations(tmp_path / "with")] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in evaluations(tmp_path / "with")] == [0, 1, 2]
     files = sorted((tmp_path / "without").glob("*.safetensors"))
     assert files
     for file in files:
