@@ -20,6 +20,7 @@ from benchmarks.common import ROOT, emptied, write_result
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.commands import whole
+from llava.utils.digests import revision
 from llava.utils.terminal import Help
 from llava.utils.versions import code_digest
 
@@ -55,9 +56,11 @@ def main() -> None:
     args, flags = parser.parse_known_args()  # what is left goes to the trainer
     if args.steps % SAVED:
         parser.error(f"--steps {args.steps}: expected a multiple of {SAVED}")
-    work = begun(args.work, {"steps": args.steps, "seed": args.seed, "flags": flags, "code": code_digest()})
     if subprocess.run([sys.executable, "-m", "playground", "all"], cwd=ROOT).returncode:
         sys.exit("error: the demo's model, pictures or tower could not be prepared, see above")
+    inputs = {name: revision(str(ROOT / "playground/data" / name)) for name in ("siglip-scenes", "scenes")}
+    settings = {"steps": args.steps, "seed": args.seed, "flags": flags, "code": code_digest(), "inputs": inputs}
+    work = begun(args.work, settings)
     still = [*flags, "--learning_rate", "0", "--max_steps", "1"]
     start = weights(trained(work / "start", PLAIN, SETTINGS[0], args, still))
     rows = []
@@ -69,7 +72,7 @@ def main() -> None:
 
 
 def begun(folder: Path, settings: dict[str, Any]) -> Path:
-    """The folder's absolute path, with the runs that it has of these settings and this code; emptied of others."""
+    """The folder's absolute path, with the runs that it has of these settings, code and inputs; emptied of others."""
     file = folder / "settings.json"
     if not file.is_file() or json.loads(file.read_text()) != settings:
         emptied(folder)

@@ -38,7 +38,7 @@ def load_adapter(
 
     Args:
         projector: the projector that was built from `config`, and so from this run's flags.
-        path: `mm_projector.bin`, or the folder that holds it. A `config.json` next to it names the adapter's norm type.
+        path: `mm_projector.bin`, or the folder that holds it. A `config.json` next to it names its types.
         config: the model's config; gets the initial gain of a norm that was set by visual tokens.
         newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
