@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, package_versions
 from benchmarks.gpu_setting import Failed, NotRun, Setting, need, run_logged
-from benchmarks.gpu_training import demo, zero
+from benchmarks.gpu_training import demo, paths, zero
 
 MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
 # What is turned off if a package is missing.
@@ -240,9 +240,10 @@ def step_part(stage: int, minutes: float) -> Part:
 PARTS = {
     "environment": Part("GPU, driver and versions; what is missing and what that turns off", 1, environment),
     "demo": Part("the demo preset, both stages", 3, demo),
-    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 2, tests),
-    "step1_3b": step_part(1, 4),
-    "step2_3b": step_part(2, 5),
+    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 1, tests),
+    "paths": Part("LoRA, resume, further projectors, answers and analysis, each on the demo", 3, paths),
+    "step1_3b": step_part(1, 3),
+    "step2_3b": step_part(2, 3),
     "zero3_3b": zero_part("llama-3.2-3b", "zero3", 3),
     "zero2_3b": zero_part("llama-3.2-3b", "zero2", 3),
     "zero3_7b": zero_part("qwen2.5-7b", "zero3", 5),

@@ -60,6 +60,8 @@ class Setting:
 
     def write(self, status: str, reason: str, seconds: float) -> None:
         """Writes the result, from which the table is made."""
+        if not self.cpu:
+            import torch  # noqa: F401  (a result names the GPU only where it is loaded)
         meta = {"command": self.command, "on": "cpu" if self.cpu else "gpu", "figures": self.figures}
         meta |= {"status": status, "reason": " ".join(reason.split()), "seconds": round(seconds, 1)}
         write_result(self.result.stem, self.rows, folder=self.output_dir, **meta)

@@ -4,9 +4,11 @@ import json
 import math
 import random
 import re
+import shutil
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,108 @@ SCRIPTS = {1: "pretrain", 2: "finetune"}
 
 def demo(setting: Setting) -> None:
     """The demo preset through both stages, on inputs that the playground makes."""
+    common, what = demo_inputs(setting, tower_steps=4 if setting.cpu else 100)
+    for row in both_stages(setting, common | {"MAX_STEPS": 2 if setting.cpu else 40}):
+        setting.add({"language_model": what} | row)
+
+
+def paths(setting: Setting) -> None:
+    """Ways to train and to use a model that `demo` does not take, side by side on the demo; a row per way.
+
+    Raises:
+        Failed: one of them failed; the others have run to their end.
+    """
+    common, _ = demo_inputs(setting, tower_steps=4)
+    common |= {"MAX_STEPS": 4}
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "vocabulary mix": lambda: both_stages(setting, common | {"PROJECTOR": "vocab_mix_mlp2x_gelu"}, "vocab_mix")[1],
+        "norm before the MLP": lambda: both_stages(
+            setting, common | {"PROJECTOR": "pre_layernorm_mlp2x_gelu", "NORM": "none"}, "pre_layernorm"
+        )[1],
+        "LoRA, then answers": lambda: lora(setting, common),
+        "ZeRO-3, resumed": lambda: resumed(setting, common),
+        "answers, scores, analysis": lambda: used(setting, common),
+    }
+    wrong = []
+
+    def run(name: str) -> None:
+        try:
+            setting.add({"way": name} | ways[name]())
+        except Failed as reason:
+            wrong.append(f"{name}: {reason}")
+
+    with ThreadPoolExecutor(2 if setting.cpu else len(ways)) as pool:
+        list(pool.map(run, ways))
+    if wrong:
+        raise Failed("; ".join(wrong))
+
+
+def demo_inputs(setting: Setting, tower_steps: int) -> tuple[dict[str, Any], str]:
+    """Makes pictures, a vision tower and a language model; the scripts' variables for them, and which model it is."""
     root = setting.work / "playground"
     playground = [sys.executable, "-m", "playground"]
     numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
     run_logged(setting, "scenes", [*playground, "scenes", "--root", root, *numbers])
-    run_logged(setting, "tower", [*playground, "tower", "--root", root, "--steps", 4 if setting.cpu else 100])
+    run_logged(setting, "tower", [*playground, "tower", "--root", root, "--steps", tower_steps])
     model, what = demo_language_model(setting)
-    common = {"PRESET": "demo", "MODEL_PATH": model, "VISION_TOWER": root / "siglip-scenes"}
-    for stage, script in SCRIPTS.items():
-        data = {"DATA_PATH": root / f"scenes/{script}.json", "IMAGE_FOLDER": root / "scenes/images"}
-        steps = {"MAX_STEPS": 2 if setting.cpu else 40}
-        lines, _ = train(setting, stage, common | data | steps)
-        setting.add({"stage": stage, "language_model": what} | training_row(lines))
+    variables = {"PRESET": "demo", "MODEL_PATH": model, "VISION_TOWER": root / "siglip-scenes"}
+    return variables | {"IMAGE_FOLDER": root / "scenes/images"}, what
+
+
+def both_stages(setting: Setting, variables: dict[str, Any], way: str = "") -> list[dict[str, Any]]:
+    """A row for each stage of the demo; stage 2 starts from stage 1's projector."""
+    return [{"stage": stage} | training_row(train(setting, stage, variables, way)[0]) for stage in SCRIPTS]
+
+
+def lora(setting: Setting, common: dict[str, Any]) -> dict[str, Any]:
+    """Stage 2 by LoRA, and answers of the adapted model."""
+    lines, _ = train(setting, 2, common | {"LORA": 1}, "lora")
+    answers(setting, "lora", ["--model-base", common["MODEL_PATH"]])
+    return training_row(lines)
+
+
+def resumed(setting: Setting, common: dict[str, Any]) -> dict[str, Any]:
+    """Stage 2 under ZeRO-3, and its second half once more from the checkpoint in the middle.
+
+    Raises:
+        Failed: the second half's losses are not those of the first time.
+    """
+    need("deepspeed")
+    saving = {"DEEPSPEED_CONFIG": "deepspeed_configs/zero3.json", "SAVE_STRATEGY": "steps", "SAVE_STEPS": 2}
+    lines, _ = train(setting, 2, common | saving | {"SAVE_TOTAL_LIMIT": 2}, "zero3")
+    again = setting.work / "resumed/stage2"
+    again.mkdir(parents=True)
+    shutil.move(setting.work / "zero3/stage2/checkpoint-2", again)
+    later, _ = train(setting, 2, common | saving | {"SAVE_TOTAL_LIMIT": 2}, "resumed")
+    losses, repeated = ([line["loss"] for line in some[-2:]] for some in (lines, later))
+    if not all(math.isclose(*pair, rel_tol=1e-2) for pair in zip(losses, repeated, strict=True)):
+        raise Failed(f"the losses after checkpoint-2 are {repeated} when resumed, and were {losses} before")
+    return training_row(lines)
+
+
+def used(setting: Setting, common: dict[str, Any]) -> dict[str, Any]:
+    """Stage 2, and what a user does with the model: answers, their scores, measurements."""
+    lines, _ = train(setting, 2, common, "used")
+    file = answers(setting, "used")
+    run_logged(setting, "score", [sys.executable, "-m", "llava.eval.score", file, "--metric", "exact"])
+    data = ["--data", heldout(setting), "--samples", 8, "--output-dir", setting.work / "analysis"]
+    for measurement in ("update-rates", "freezing"):
+        command = [sys.executable, "-m", "llava.analysis", measurement, "--model", setting.work / "used/stage2", *data]
+        run_logged(setting, measurement, command)
+    return training_row(lines)
+
+
+def heldout(setting: Setting) -> Path:
+    return setting.work / "playground/scenes/heldout.json"
+
+
+def answers(setting: Setting, way: str, options: list[Any] | None = None) -> Path:
+    """The file with a model's answers to the held-out questions."""
+    output = setting.work / f"{way}.jsonl"
+    command = [sys.executable, "-m", "llava.eval.answer", "--model-path", setting.work / way / "stage2"]
+    command += ["--data", heldout(setting), "--image-folder", heldout(setting).with_name("images"), "--output", output]
+    run_logged(setting, f"answer-{way}", [*map(str, command), "--max-new-tokens", "8", *(options or [])])
+    return output
 
 
 def demo_language_model(setting: Setting) -> tuple[Path, str]:
@@ -110,18 +202,26 @@ def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
     raise Failed(f"stage {stage} does not fit into {free / 2**30:.0f} GiB with a single layer")
 
 
-def train(setting: Setting, stage: int, variables: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Runs the stage's script; returns the log lines of its steps, and what it printed."""
-    folder = setting.work / f"stage{stage}"
-    first = setting.work / "stage1/mm_projector.bin"
-    adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
+def train(setting: Setting, stage: int, variables: dict[str, Any], way: str = "") -> tuple[list[dict[str, Any]], str]:
+    """Runs the stage's script; returns the log lines of its steps, and what it printed.
+
+    Args:
+        way: a name for the run's folder and log, where a part runs a stage more than once.
+    """
+    folder, script = setting.work / way / f"stage{stage}", SCRIPTS[stage]
     common = {"NUM_GPUS": 0 if setting.cpu else 1, "OUTPUT_DIR": folder, "REPORT_TO": "none", "SAVE_STRATEGY": "no"}
     if setting.cpu:
         common |= {"BF16": "False", "NUM_WORKERS": 0}
-    command = ["bash", f"scripts/{SCRIPTS[stage]}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
-    log = run_logged(setting, SCRIPTS[stage], command, {"LLAVA_PYTHON": sys.executable} | common | adapter | variables)
-    for weights in folder.glob("*.safetensors"):  # a disk may not hold a 7B model's weights twice
-        weights.unlink()
+    first = folder.with_name("stage1") / "mm_projector.bin"
+    adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
+    if "IMAGE_FOLDER" in variables and "DATA_PATH" not in variables:
+        common |= {"DATA_PATH": variables["IMAGE_FOLDER"].with_name(f"{script}.json")}
+    command = ["bash", f"scripts/{script}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
+    environment = {"LLAVA_PYTHON": sys.executable} | common | variables | adapter
+    log = run_logged(setting, f"{way}-{script}".lstrip("-"), command, environment)
+    if not way:  # a disk may not hold a 7B model's weights twice
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
     lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line], log
 

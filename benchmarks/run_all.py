@@ -136,9 +136,15 @@ def largest_of_stages(field: str) -> Callable[[dict], float | None]:
 
 
 def best_mfu(stage: int) -> Callable[[dict], float | None]:
-    """The best MFU of the arms that compute as the recipe does, with whatever fused kernels there are."""
+    """The best MFU of the arms that compute as the recipe does; None if the part was cut off before the fused ones."""
     arms = ("packed", "compiled", "liger", "liger_compiled_tower")
-    return largest("mfu", lambda row: row["stage"] == stage and row["arm"] in arms)
+    best = largest("mfu", lambda row: row["stage"] == stage and row["arm"] in arms)
+
+    def read(result: dict) -> float | None:
+        cut = result.get("status") == "failed" and arms[-1] not in {row["arm"] for row in result["rows"]}
+        return None if cut else best(result)
+
+    return read
 
 
 GPU_TARGETS = (
@@ -272,7 +278,8 @@ def section(result: dict) -> list[str]:
     lines = [
         f"## {title_of(result['name'])}",
         "",
-        f"`{result.get('command') or command_of(result['name'])}`, {where}, {short_hashes(origin)}",
+        f"`{result.get('command') or command_of(result['name'])}`, {where}, {short_hashes(origin)}"
+        + (f" Cut off or failed: {result['reason']}." if result.get("reason") else ""),
     ]
     return lines + tables(result["rows"])
 

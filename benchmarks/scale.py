@@ -335,7 +335,8 @@ THROUGHPUT = """
 Samples per second over all GPUs, nodes of 8. `n`: limited by the network, `l`: by latency, `-`: fewer samples than
 GPUs. Assumptions:
 
-- A single GPU reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
+- A single GPU reaches {mfu:g} of {peak:g} TFLOP/s (one H200, without communication, reached 0.49 to 0.52 in
+  the shapes of llama-3.2-3b: [performance.md](performance.md#notes)).
 - A sample has {visual} visual tokens, and {text[1]} of text in stage 1, {text[2]} in stage 2; all GPUs get the same.
 - Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards work
   together.

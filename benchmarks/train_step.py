@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of every arm in every round")
     parser.add_argument("--repeats", type=whole(1), default=3, help="rounds")
     parser.add_argument(
-        "--arms", nargs="+", help="default: all that run here; on a CPU without `compiled`, which compiles for a minute"
+        "--arms", nargs="+", help="default: all that run here but `compiled`, which compiles for minutes"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
@@ -100,7 +100,7 @@ def main() -> int:
     arms = {arm.name: arm for arm in runnable_arms(device, dtype)}
     if unknown := set(args.arms or ()) - arms.keys():
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
-    names = args.arms or [name for name, arm in arms.items() if gpu or arm.layers != COMPILED]
+    names = args.arms or [name for name, arm in arms.items() if arm.layers != COMPILED]
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
     meta["activation_checkpointing"] = args.activation_checkpointing
     write = partial(write_result, f"train_step{args.suffix}", folder=result_folder(args), dtype=str(dtype), **meta)
@@ -261,16 +261,22 @@ class Bench:
         fastest = packed_attention(None, self.device, self.dtype, compiled=compiled)
         model.config._attn_implementation = arm.backend or fastest
 
-    def estimate(self, tokens: int) -> float:
-        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared."""
+    def estimate(self, tokens: int, pieces: int = 1) -> float:
+        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared.
+
+        Args:
+            tokens: positions of the largest piece.
+            pieces: backward passes of a step; in the first one there are no gradients yet when memory is fullest.
+        """
         estimate = estimate_memory(self.model, self.arguments, tokens)
-        moments = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        estimate = replace(estimate, optimizer=moments)  # AdamW's moments have the weights' precision here
+        # Gradients and AdamW's moments have the weights' precision here.
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        estimate = replace(estimate, optimizer=2 * trained, gradients=trained * (pieces > 1))
         return estimate.total(plan_checkpointing(self.args.activation_checkpointing, estimate, 0))
 
-    def too_large(self, tokens: int) -> str:
+    def too_large(self, tokens: int, pieces: int = 1) -> str:
         """Why `tokens` positions do not fit; empty if they do."""
-        estimate, budget = self.estimate(tokens), memory_budget(self.device, 0)
+        estimate, budget = self.estimate(tokens, pieces), memory_budget(self.device, 0)
         return f"{estimate / 2**30:.1f} GiB estimated, {budget / 2**30:.1f} usable" if estimate > budget else ""
 
     def on_device(self, samples: list[Sample], padding_free: bool) -> Pieces:
@@ -280,7 +286,7 @@ class Bench:
             groups = [samples[start::count] for start in range(count)]
             lengths = [[expanded(sample, visual) for sample in group] for group in groups]
             positions = max(sum(of_group) if padding_free else max(of_group) * len(of_group) for of_group in lengths)
-            if padding_free or not self.too_large(positions):
+            if padding_free or not self.too_large(positions, count):
                 break
         collate = DataCollatorForSupervisedDataset(0, visual, LONGEST, padding_free)
         targets = sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in samples)
@@ -333,7 +339,8 @@ def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, A
         facts[arm.name]["pieces"] = max(len(pieces.batches) for pieces in batches[arm.name])
         if device.type != "cuda":
             return
-        facts[arm.name]["estimate_gib"] = bench.estimate(max(b.positions for b in batches[arm.name])) / 2**30
+        largest = max(b.positions for b in batches[arm.name])
+        facts[arm.name]["estimate_gib"] = bench.estimate(largest, facts[arm.name]["pieces"]) / 2**30
         bench.backward(batches[arm.name][0])  # compiles and chooses kernels, which waits for the device
         facts[arm.name] |= host_syncs(lambda: bench.backward(batches[arm.name][0]))
         bench.optimizer.zero_grad(set_to_none=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from llava.launch.builds import release_left
 from llava.launch.passed_on import write_env_file
 from llava.utils.failures import (
+    ENDED,
     FOLDER,
     HOST,
     RECEIVED,
@@ -101,6 +102,8 @@ class Supervisor:
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         if [file for file in self.run_dir.glob("*.pid") if send(_process_id(file), signal.SIGUSR1)]:
             _say(f"{name} received: the ranks save after the current step and stop{again}")
+        elif (self.run_dir / ENDED).exists():
+            _say(f"{name}: the run has already ended, only its launcher is still closing{again}")
         else:  # nothing is trained yet
             (self.run_dir / REQUEST).write_text(UNSAVED)
             _say(f"{name}: stopped before training, nothing is saved; rerun the same command to start{again}")

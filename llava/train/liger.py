@@ -41,6 +41,7 @@ def set_up_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
         if reason and torch.cuda.is_available():  # on a CPU nobody expects them
             logger.info("the decoder runs on PyTorch's kernels, not on Liger's: %s", reason)
     if args.use_liger_kernel:
+        logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)  # it warns of kernels for other devices
         apply_liger(model)
         if not args.compile_layers:
             apply_liger_to_tower(model)

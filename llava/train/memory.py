@@ -1,7 +1,7 @@
 """How much device memory a run will take, and how many layers must therefore recompute their activations.
 
 The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data.
-Attention has no matrix of all pairs of tokens unless the backend is `eager`.
+Attention has no matrix of all pairs of tokens unless the backend is `eager`, or `sdpa` over packed samples.
 
 Shapes: T tokens of the largest micro-batch, V visual tokens per image.
 """
@@ -57,8 +57,9 @@ class MemoryEstimate:
         return self.tower_layers * (self.tower_layer_input if checkpointed else self.tower_layer)
 
     def total(self, plan: "CheckpointPlan") -> int:
-        fixed = self.parameters + self.gradients + self.optimizer + self.embeddings + self.loss_head
-        working = max(self.layer, self.tower_layer if self.tower_layers else 0)  # for the layer in its backward pass
+        fixed = self.parameters + self.gradients + self.optimizer + self.embeddings
+        # The loss head is done when the first layer's backward pass begins.
+        working = max(self.loss_head, self.layer, self.tower_layer if self.tower_layers else 0)
         return fixed + working + self.activations(plan.decoder_layers) + self.tower(plan.tower)
 
 
@@ -136,7 +137,8 @@ def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, i
         (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
     )
     if stage == 3:
-        gathered = min(stored, _ZERO3_LIVE_PARAMETERS * 2)
+        # A rank that is alone takes the weights where they are stored (DeepSpeed 0.19.8, `NoGatherHandle`).
+        gathered = min(stored, _ZERO3_LIVE_PARAMETERS * 2) if ranks > 1 or offload_parameters else 0
         stored = gathered + (0 if offload_parameters else stored // ranks)
     kept_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     gradients = (4 * trained if kept_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
@@ -166,8 +168,8 @@ def _decoder_layer_bytes(
     norms = {name: module for name, module in layer.named_modules() if name.endswith("norm")}
     trained = any(norm.weight.requires_grad for norm in norms.values())
     backend = config._attn_implementation
-    if backend == "eager":
-        keys = queries
+    if backend in ("eager", "sdpa"):
+        keys = queries  # repeated for the heads that share them
 
     of_heads = {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
     norm = sum(
@@ -193,6 +195,8 @@ def _decoder_layer_bytes(
     else:
         inputs = 0
     pairs = tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0)) if backend == "eager" else 0
+    if backend == "sdpa" and model.padding_free:  # a copy of the mask in the queries' precision
+        pairs = tokens * matmul
     return tokens * (norm + attention + mlp_kept + inputs + pairs)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from llava.train.ranks import joined
-from llava.utils.failures import HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
+from llava.utils.failures import ENDED, HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class StopSignal(TrainerCallback):
         """Restores the signals' handlers and removes this process's file, which stays only if the process is killed."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._pid_file:
+        if self._run_dir and self._pid_file:
+            (self._run_dir / ENDED).touch()
             self._pid_file.unlink(missing_ok=True)
 
     def _receive(self, number: int, frame: object) -> None:

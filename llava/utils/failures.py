@@ -27,6 +27,7 @@ HOST = "host"  # a file there with the node's name; ranks that ssh started on ot
 RECEIVED = "signal"  # a file there with the name of the signal that the launcher got and passes on as SIGUSR1
 REQUEST = "requeue"  # a file there that asks for another start of the run, and says whether anything was saved
 SAVED, UNSAVED = "saved", "unsaved"
+ENDED = "ended"  # a file there once a rank has ended its work, whether well or not
 # In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
 _PACKAGE = CODE / "llava"

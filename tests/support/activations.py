@@ -28,8 +28,8 @@ class Kept:
         return sum(nbytes for nbytes, _ in self.storages.values())
 
 
-def kept_by_one_layer(model, tokens: int, autocast: bool) -> int:
-    """Bytes that the first decoder layer keeps, without what all layers share."""
+def kept_by_one_layer(model, tokens: int, autocast: bool, mask: torch.Tensor | None = None) -> int:
+    """Bytes that the first decoder layer keeps, without what all layers share, such as a `mask` of booleans."""
     decoder = model.get_model()
     hidden = torch.randn(1, tokens, decoder.config.hidden_size, requires_grad=True)
     positions = torch.arange(tokens)[None]
@@ -37,7 +37,7 @@ def kept_by_one_layer(model, tokens: int, autocast: bool) -> int:
     embeddings = decoder.rotary_emb(hidden, positions, *kind)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         with Kept(model) as kept:
-            decoder.layers[0](hidden, position_embeddings=embeddings, attention_mask=None)
+            decoder.layers[0](hidden, position_embeddings=embeddings, attention_mask=mask)
     tables = sum(x.untyped_storage().nbytes() for x in embeddings)
     copies = 2 * sum(p.numel() for p in decoder.layers[0].parameters() if p.ndim == 2) if autocast else 0
     return kept.bytes() - tables - copies

@@ -132,6 +132,15 @@ def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, aut
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_masked_sdpa_keeps_a_mask_and_repeated_heads_in_every_layer(tiny, tmp_path, autocast):
+    model, tokens = trained(tiny, STAGE_1), 512
+    model.config._attn_implementation, model.padding_free = "sdpa", True
+    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast, mask), rel=0.1)
+
+
 @functools.cache
 def without_gate(name: str) -> torch.nn.Module:
     """A tiny LLaVA of a family that the table lacks, whose MLP has no gate."""
@@ -211,6 +220,7 @@ def test_states_are_divided_as_zero_divides_them(tiny):
 
     assert states(2, 4) == (2 * elements, 2 * learnt // 4, 16 * learnt // 4)
     assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 16 * learnt // 4)
+    assert states(3, 1) == (2 * elements, 2 * learnt, 16 * learnt)  # a rank that is alone gathers nothing
     assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
     assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
 
@@ -367,6 +377,13 @@ def test_auto_recomputes_as_few_layers_as_needed(requested, budget, expected):
     if requested == "auto" and not plan.tower:
         assert estimate.total(plan) <= budget
         assert not plan.decoder_layers or estimate.total(CheckpointPlan(plan.decoder_layers - 1)) > budget
+
+
+def test_the_loss_head_and_a_layers_backward_pass_do_not_add_up():
+    """As measured on an H200: the peak is in the loss where that is larger, else in the last layer's backward pass."""
+    kept = 100 + 4 * 50
+    assert estimate_of(loss_head=80).total(CheckpointPlan()) == kept + 80
+    assert estimate_of(loss_head=20).total(CheckpointPlan()) == kept + 50
 
 
 def test_more_layers_than_there_are_cannot_be_recomputed():

@@ -23,6 +23,7 @@ from llava.launch.plan import resolve
 from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
 from llava.train import check_flags
+from llava.utils.failures import ENDED, REQUEST
 from llava.utils.machine import cpu_quota, processor
 
 CPU = {"NUM_GPUS": "0"}
@@ -510,6 +511,15 @@ def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monke
     monkeypatch.setattr("time.sleep", lambda seconds: stat.write_text(after))
     assert idle_cores({0, 1}, stat) == pytest.approx(0.75)
     assert idle_cores({0, 1}, tmp_path / "none") == 2.0
+
+
+def test_a_signal_after_the_run_has_ended_neither_stops_it_nor_says_that_nothing_is_saved(tmp_path, capfd):
+    """DeepSpeed's launcher takes seconds to close; a queue's SIGTERM may come then."""
+    (tmp_path / ENDED).touch()
+    command = ["sh", "-c", f"kill -TERM {os.getpid()}; sleep 0.5"]
+    assert Supervisor(tmp_path, tmp_path, alone=False).run(command, dict(os.environ)) == 0
+    assert capfd.readouterr().err == "SIGTERM: the run has already ended, only its launcher is still closing\n"
+    assert not (tmp_path / REQUEST).exists()
 
 
 def test_ctrl_c_while_the_launcher_starts_leaves_no_launcher_or_handler(tmp_path, monkeypatch):
