@@ -317,7 +317,7 @@ def print_page(args: argparse.Namespace) -> None:
 
 INTRODUCTION = """# From 1 to 512 GPUs
 
-Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing on this page was measured on a GPU.
+Printed by `python -m benchmarks.scale`. Everything here is arithmetic; what one GPU reached is on the page of [performance](performance.md#notes).
 
 ## Memory per GPU
 
