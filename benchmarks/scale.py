@@ -317,7 +317,8 @@ def print_page(args: argparse.Namespace) -> None:
 
 INTRODUCTION = """# From 1 to 512 GPUs
 
-Printed by `python -m benchmarks.scale`. Everything here is arithmetic; what one GPU reached is on the page of [performance](performance.md#notes).
+Printed by `python -m benchmarks.scale`. Everything here is arithmetic; [performance.md](performance.md#notes) says what
+one GPU reached.
 
 ## Memory per GPU
 

@@ -165,7 +165,7 @@ def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[
             data = parameter.detach().cpu().contiguous().reshape(-1)
             digest = digests.setdefault(part, hashlib.sha256())
             digest.update(f"{name} {data.dtype}\0".encode())
-            digest.update(data.view(torch.uint8).numpy())  # without a copy, which would take twice as long as the sum
+            digest.update(data.view(torch.uint8).numpy().data)  # a copy would take twice as long as the sum
     return {part: digest.hexdigest() for part, digest in digests.items()}
 
 
