@@ -342,7 +342,7 @@ def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatc
 
 @pytest.mark.parametrize("name", ["demo", "zero3_3b"])
 def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path, name):
-    def train(setting, stage, variables):
+    def train(setting, stage, variables, way=""):
         written.append([row["stage"] for row in setting.measured_rows()])
         return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0"
 
@@ -354,6 +354,27 @@ def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch,
     result = gpu_check.read(tmp_path, name, cpu=True)
     assert written == [[], [1]] and [row["stage"] for row in setting.measured_rows()] == [1, 2]
     assert result["status"] == MEASURED and result["rows"] == setting.measured_rows()
+
+
+@pytest.mark.parametrize("resumed", [1.0, 1.5])
+def test_a_way_that_fails_is_named_and_the_others_have_rows(monkeypatch, tmp_path, resumed):
+    def train(setting, stage, variables, way=""):
+        (setting.work / way / f"stage{stage}/checkpoint-2").mkdir(parents=True)
+        return [{"loss": resumed if way == "resumed" else 1.0, "peak_memory_gib": 1.0}] * 2, ""
+
+    commands: list[str] = []
+    monkeypatch.setattr(gpu_training, "train", train)
+    monkeypatch.setattr(gpu_training, "run_logged", lambda setting, name, *_: commands.append(name) or "")
+    gpu_parts.run(Setting("paths", tmp_path, cpu=True))
+    result = gpu_check.read(tmp_path, "paths", cpu=True)
+    ways = {row["way"] for row in result["rows"]}
+    assert {"vocabulary mix", "norm before the MLP", "LoRA, then answers", "answers, scores, analysis"} <= ways
+    assert {"answer-lora", "answer-used", "score", "update-rates", "freezing"} <= set(commands)
+    if resumed == 1.0:
+        assert result["status"] == MEASURED and "ZeRO-3, resumed" in ways
+    else:
+        assert result["status"] == FAILED and "ZeRO-3, resumed" not in ways
+        assert result["reason"].startswith("ZeRO-3, resumed: the losses after checkpoint-2 are [1.5, 1.5]")
 
 
 class Calls:
@@ -383,7 +404,7 @@ class Calls:
         return {path.stem.removeprefix("gpu_") for path in self.folder.glob("gpu_*.json")}
 
 
-VALUABLE = {"environment", "demo", "tests", "step1_3b", "step2_3b", "zero3_3b", "zero2_3b"}
+VALUABLE = {"environment", "demo", "tests", "paths", "step1_3b", "step2_3b", "zero3_3b", "zero2_3b"}
 
 
 @pytest.mark.parametrize(("minutes", "more"), [(25, set()), (40, {"zero3_7b", "zero2_7b", "vs_upstream"})])
@@ -404,7 +425,7 @@ def test_the_total_over_calls_of_ten_minutes_holds(monkeypatch, tmp_path, capsys
 
 
 def test_a_killed_part_counts_with_its_estimate(monkeypatch, tmp_path):
-    calls = Calls(monkeypatch, tmp_path, "--minutes", "5", "--parts", "demo,tests")
+    calls = Calls(monkeypatch, tmp_path, "--minutes", "4", "--parts", "demo,tests")
 
     def killed(*_):
         left.append((tmp_path / "seconds").read_text())
@@ -417,7 +438,7 @@ def test_a_killed_part_counts_with_its_estimate(monkeypatch, tmp_path):
     assert float(left[0]) == 60 * gpu_parts.PARTS["demo"].minutes
     (tmp_path / "seconds").write_text(left[0])
     monkeypatch.setattr(gpu_check, "run_part", calls.run_part)
-    assert calls.call() == set()  # two of five minutes are left, less what ending takes
+    assert calls.call() == set()  # one of four minutes is left, less what ending takes
 
 
 def test_results_and_logs_are_copied_after_every_part(monkeypatch, tmp_path):
