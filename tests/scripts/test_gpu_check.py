@@ -359,7 +359,7 @@ def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch,
 @pytest.mark.parametrize("resumed", [1.0, 1.5])
 def test_a_way_that_fails_is_named_and_the_others_have_rows(monkeypatch, tmp_path, resumed):
     def train(setting, stage, variables, way=""):
-        (setting.work / way / f"stage{stage}/checkpoint-2").mkdir(parents=True)
+        (setting.work / way / f"stage{stage}/checkpoint-2").mkdir(parents=True, exist_ok=True)
         return [{"loss": resumed if way == "resumed" else 1.0, "peak_memory_gib": 1.0}] * 2, ""
 
     commands: list[str] = []
