@@ -24,7 +24,7 @@ from benchmarks.gpu_training import demo, paths, zero
 MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
 # What is turned off if a package is missing.
 LACKING = {
-    "deepspeed": "parts zero2_*, zero3_* and offload_3b do not run",
+    "deepspeed": "parts zero2_*, zero3_* and offload_3b do not run, paths resumes nothing",
     "flash-attn": "attention by PyTorch's own variable-length kernel, or by SDPA with a mask",
     "liger-kernel": "plain norms, MLPs and rotary embedding; the chunked loss head",
     "peft": "no LoRA",
