@@ -513,11 +513,12 @@ def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monke
     assert idle_cores({0, 1}, tmp_path / "none") == 2.0
 
 
-def test_a_signal_after_the_run_has_ended_neither_stops_it_nor_says_that_nothing_is_saved(tmp_path, capfd):
+def test_a_signal_after_the_run_has_ended_neither_stops_it_nor_says_that_nothing_is_saved(tmp_path, monkeypatch, capfd):
     """DeepSpeed's launcher takes seconds to close; a queue's SIGTERM may come then."""
     (tmp_path / ENDED).touch()
-    command = ["sh", "-c", f"kill -TERM {os.getpid()}; sleep 0.5"]
-    assert Supervisor(tmp_path, tmp_path, alone=False).run(command, dict(os.environ)) == 0
+    # Sent by the command itself, the signal could come before there is a launcher.
+    monkeypatch.setattr(Supervisor, "_wait", lambda _, launcher: signal.raise_signal(signal.SIGTERM) or launcher.wait())
+    assert Supervisor(tmp_path, tmp_path, alone=False).run(["sleep", "0.1"], dict(os.environ)) == 0
     assert capfd.readouterr().err == "SIGTERM: the run has already ended, only its launcher is still closing\n"
     assert not (tmp_path / REQUEST).exists()
 
