@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "--docs",
         action="store_true",
         help="add the results of the folders to docs/results.json and write docs/results.md; of a study also "
-        "docs/study.md, docs/study-numbers.md and docs/study.json",
+        "docs/study-pilot.md, docs/study-pilot-numbers.md and docs/study.json",
     )
     check_command = add("check", "refuse runs that differ in more than the arm", check)
     report_command = add("report", "check, and write the page", report)

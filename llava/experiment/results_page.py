@@ -22,7 +22,7 @@ from llava.experiment.results_record import (
     with_entries,
     write_entries,
 )
-from llava.experiment.study_page import write_docs
+from llava.experiment.study_page import DOCS_PAGE, write_docs
 from llava.experiment.study_record import FILE as STUDY_FILE
 from llava.experiment.study_record import read_record
 from llava.launch.devices import count_of
@@ -99,7 +99,7 @@ def left_out(entry: Entry) -> str:
     count = len(entry["arms"]) - len(shown_arms(entry))
     if not count:
         return ""
-    where = "[study.md](study.md) has" if entry["kind"] == STUDY else "its own page has"
+    where = f"[{DOCS_PAGE}]({DOCS_PAGE}) has" if entry["kind"] == STUDY else "its own page has"
     together = "; all its intervals hold together" if entry["kind"] == STUDY else ""
     return Markup(f"{markdown_text(name_of(entry))}: {where} {count_of(count, 'more arm')}{together}.")
 

@@ -14,7 +14,9 @@ from llava.experiment.report_tables import Rows, in_digits
 from llava.experiment.study_record import COLUMNS, Study, has_intervals, write_record
 from llava.launch.devices import count_of
 
-PAGE, NUMBERS, FIGURE = "study.md", "study-numbers.md", "study-{}.svg"
+PAGE, FIGURE = "study.md", "study-{}.svg"
+DOCS_PAGE = "study-pilot.md"
+"""The page in `docs`: the study without a written plan that is kept there was the pilot of the one in `study.md`."""
 SCORES = "Scores"
 """The title of the one table that the page has; the others are on the page of numbers."""
 # Parts of a run, in their order.
@@ -22,7 +24,7 @@ WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "af
 ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
 """Long tables with a row per value of their second column (`COLUMNS`); the pages have a column per value."""
 START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->", "<!-- end of the generated part -->"
-"""Between these lines `docs/study.md` is generated from `docs/study.json`; the rest is written by hand."""
+"""Between these lines `DOCS_PAGE` is generated from `docs/study.json`; the rest is written by hand."""
 
 
 def write_page(study: Study, folder: Path) -> list[Path]:
@@ -36,8 +38,8 @@ def write_page(study: Study, folder: Path) -> list[Path]:
 
 
 def write_docs(study: Study, docs: Path) -> list[Path]:
-    """Writes into `docs` `study.json`, the figures, the page of numbers, and what is generated of `study.md`."""
-    page = docs / PAGE
+    """Writes into `docs` `study.json`, the figures, the page of numbers, and what is generated of `DOCS_PAGE`."""
+    page = docs / DOCS_PAGE
     return [write_record(study, docs), *write_markdown(study, page, docs / "figures", figures(study), by_hand(page))]
 
 
@@ -46,7 +48,7 @@ def write_markdown(
 ) -> list[Path]:
     """Writes the figures into `folder`, the page within the text `around` it, and the page of numbers next to it."""
     folder.mkdir(exist_ok=True)
-    numbers, pictures = page.with_name(NUMBERS), []
+    numbers, pictures = page.with_stem(f"{page.stem}-numbers"), []
     written = [page, numbers]
     for name, picture in drawn.items():
         written.append(folder / FIGURE.format(name))
@@ -56,10 +58,12 @@ def write_markdown(
     scores = {SCORES: shown.pop(SCORES)}
     text = render("page.md.jinja", notes=notes(study), numbers=scores, figures=pictures).strip()
     before, after = around if any(around) else (f"# {title}\n\n", "\n")
-    text += f"\n\nAll other tables: [{NUMBERS}]({NUMBERS})."
+    text += f"\n\nAll other tables: [{numbers.name}]({numbers.name})."
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
     text = render("page.md.jinja", numbers=shown).strip()
-    numbers.write_text(f"# {title}, numbers\n\nGenerated with [{PAGE}]({PAGE}).\n\n{text}\n", encoding="utf-8")
+    numbers.write_text(
+        f"# {title}, numbers\n\nGenerated with [{page.name}]({page.name}).\n\n{text}\n", encoding="utf-8"
+    )
     return written
 
 

@@ -327,3 +327,10 @@ def test_every_number_of_a_plans_text_is_in_its_generated_part(plan):
     known = set(re.findall(r"\d+(?:\.\d+)?", made))
     unknown = [number for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", written) if number not in known]
     assert unknown == [] and len(known) > 20
+
+
+def test_the_studys_page_has_no_result_before_the_last_seed():
+    plan, text = read_registered(PLAN), (ROOT / "docs/study.md").read_text()
+    assert bool(missing_seeds(plan, read_runs(plan))) == ("**Still training.**" in text)
+    if "**Still training.**" in text:
+        assert re.findall(r"\d+\.\d+|\d+ (?:%|points)", text) == []

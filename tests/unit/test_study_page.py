@@ -1,4 +1,4 @@
-"""The pages of a study: what they have of its record, and which part of docs/study.md is generated."""
+"""The pages of a study: what they have of its record, and which part of docs/study-pilot.md is generated."""
 
 import json
 import re
@@ -108,16 +108,16 @@ def test_doses_are_the_multiples_of_the_text_norm_in_their_order():
 
 
 def test_the_pages_in_docs_are_generated_from_the_committed_study(study, tmp_path):
-    docs = ROOT / "docs/study.md"
+    docs = ROOT / "docs/study-pilot.md"
     pictures = figures(study)
-    page, numbers, *drawn = write_markdown(study, tmp_path / "study.md", tmp_path / "figures", pictures, by_hand(docs))
+    page, numbers, *drawn = write_markdown(study, tmp_path / docs.name, tmp_path / "figures", pictures, by_hand(docs))
     assert page.read_text() == docs.read_text()
-    assert numbers.read_text() == (ROOT / "docs/study-numbers.md").read_text()
+    assert numbers.read_text() == (ROOT / "docs/study-pilot-numbers.md").read_text()
     assert all((ROOT / "docs/figures" / path.name).is_file() for path in drawn)
     assert all(str(study["seeds"][0]) in picture.caption for picture in pictures.values())
 
 
-@pytest.mark.parametrize("page", ["study.md", "study-numbers.md"])
+@pytest.mark.parametrize("page", ["study-pilot.md", "study-pilot-numbers.md"])
 def test_columns_of_numbers_are_aligned_right_and_words_left(page):
     checked = 0
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / page).read_text(), re.MULTILINE):
@@ -143,7 +143,7 @@ def test_the_hand_written_parts_of_a_page_stay(study, tmp_path):
 
 
 def test_every_number_of_the_hand_written_text_is_the_studys(study):
-    text = " ".join(by_hand(ROOT / "docs/study.md")[0].split())
+    text = " ".join(by_hand(ROOT / "docs/study-pilot.md")[0].split())
     results = [r for group in ("results", "contrasts") for by_task in study[group].values() for r in by_task.values()]
     intervals = {tuple(round(result[name], 1) for name in ("delta", "low", "high")) for result in results}
     signed, interval = r"([+-]?\d+\.\d)", r"(?:points)?[,:]? ?\(?([+-]?\d+\.\d) to ([+-]?\d+\.\d)"
