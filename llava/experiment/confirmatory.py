@@ -31,6 +31,8 @@ from llava.experiment.study_runs import (
 )
 from llava.launch.recipe import STAGES
 
+REPEATED = ("scores", "log_probabilities", "training")
+"""What a repeated run must have as it is recorded."""
 DIGEST = "plan.sha256"
 """In the output folder: the digest of the plan that its runs follow."""
 
@@ -102,7 +104,7 @@ def repeat(study: Study, plan: Registered, record: Record, seed: int) -> None:
     """Trains a recorded seed in an empty folder, and compares every score and log-probability with the record.
 
     Raises:
-        ValueError: the seed is not recorded, or a run is not the same; the message names the first difference.
+        ValueError: the seed is not recorded, or a run is not the same.
     """
     recorded = {entry["arm"]: entry for entry in record["runs"] if entry["seed"] == seed}
     if not recorded:
@@ -111,12 +113,27 @@ def repeat(study: Study, plan: Registered, record: Record, seed: int) -> None:
     if begun := [run for run in part.runs if run.has_begun(STAGES[0])]:
         raise ValueError(f"--repeat {seed}: {begun[0].folder(STAGES[0])} has it already; choose another --output-dir")
     part.train()
-    for run in part.runs:
-        entry = entry_of(run, plan)
-        for name in ("scores", "log_probabilities", "training"):
-            if entry[name] != recorded[run.arm][name]:
-                raise ValueError(f"--repeat {seed}: {run.name}: {name} differ from those in {runs_file(plan)}")
-        print(f"{run.name}: every score, log-probability and loss is the recorded one")
+    again = {run.arm: entry_of(run, plan) for run in part.runs}
+    differing = [arm for arm, entry in again.items() if any(entry[name] != recorded[arm][name] for name in REPEATED)]
+    for arm, entry in again.items():
+        said = "every score, log-probability and loss is the recorded one"
+        if arm in differing:
+            said = "{} of {} scores differ from the recorded ones".format(*changed_scores(entry, recorded[arm]))
+        print(f"{arm}, seed {seed}: {said}")
+    if differing:
+        runs = (recorded[plan.arms[0]], again[plan.arms[0]])
+        before, now = (f"{entry['precision']} on {entry['machine']}" for entry in runs)
+        elsewhere = f"; the seed was trained in {before}, now in {now}, which rounds differently"
+        raise ValueError(
+            f"--repeat {seed}: {', '.join(differing)} differ from {runs_file(plan)}{elsewhere * (before != now)}"
+        )
+
+
+def changed_scores(entry: Record, before: Record) -> tuple[int, int]:
+    """How many scores of a run are other ones than before, and how many it has."""
+    pairs = [zip(own, before["scores"][task], strict=True) for task, own in entry["scores"].items()]
+    changed = [own != other for pair in pairs for own, other in pair]
+    return sum(changed), len(changed)
 
 
 # --- the trial --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -170,7 +171,11 @@ def test_a_written_plan_is_run_seed_by_seed_recorded_resumed_and_repeated(study,
     again = study("--plan", file, "--repeat", "102", "--output-dir", tmp_path / "again", RIGHT=right)
     assert again.returncode == 0 and again.stdout.count("is the recorded one") == len(arms), again.stderr
     other = study("--plan", file, "--repeat", "101", "--output-dir", tmp_path / "again", RIGHT='{"clip": 0.9}')
-    assert other.returncode == 2 and "none, seed 101: scores differ from those in" in other.stderr
+    assert other.returncode == 2 and f"--repeat 101: none, clip, layernorm differ from {runs}\n" in other.stderr
+    assert re.search(r"none, seed 101: [1-9]\d* of 300 scores differ from the recorded ones", other.stdout)
+    runs.write_text(before.replace('"precision":"', '"precision":"other '))
+    other = study("--plan", file, "--repeat", "101", "--output-dir", tmp_path / "third", RIGHT='{"clip": 0.9}')
+    assert other.returncode == 2 and "the seed was trained in other " in other.stderr
     file.write_text(file.read_text().replace('"margin": 3', '"margin": 4'))
     changed = study("--plan", file)
     assert changed.returncode == 2 and "may not change after its first run" in changed.stderr
