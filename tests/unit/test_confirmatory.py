@@ -1,9 +1,12 @@
 """A study by a written plan: what is refused, its test's power and error rates in simulated data, and its page."""
 
+import hashlib
 import json
 import math
 import re
 import shutil
+import subprocess
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -327,6 +330,21 @@ def test_every_number_of_a_plans_text_is_in_its_generated_part(plan):
     known = set(re.findall(r"\d+(?:\.\d+)?", made))
     unknown = [number for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", written) if number not in known]
     assert unknown == [] and len(known) > 20
+
+
+def test_the_plan_was_committed_before_its_runs():
+    record = read_runs(read_registered(PLAN))
+    for entry in record["runs"]:
+        commit = git("show", "--no-patch", "--format=%cI", entry["commit"])
+        if commit.returncode:
+            pytest.skip(f"no commit {entry['commit'][:12]} here: a checkout without its history")
+        then = git("show", f"{entry['commit']}:{PLAN.relative_to(ROOT)}")
+        assert hashlib.sha256(then.stdout).hexdigest() == entry["plan"]
+        assert datetime.fromisoformat(commit.stdout.decode().strip()) < datetime.fromisoformat(entry["started"])
+
+
+def git(*words):
+    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True)
 
 
 def test_the_studys_page_has_no_result_before_the_last_seed():
