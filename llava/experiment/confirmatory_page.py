@@ -108,12 +108,22 @@ def write_page(plan: Registered, record: Record) -> None:
         drawn = {row["arm"]: row for row in rows if row["outcome"].startswith("accuracy")}
         (page.parent / "figures").mkdir(exist_ok=True)
         figure = f"figures/{page.stem}.svg"
-        (page.parent / figure).write_bytes(figures.differences(drawn, plan.arms))
-        text += f"![Each row is an arm's difference from none, with its interval and its seeds.]({figure})\n"
+        (page.parent / figure).write_bytes(figures.differences(drawn, plan.arms, len(plan.primary), plan.margin))
+        text += f"![Each row is an arm's difference from none, with its interval and its seeds.]({figure})\n\n"
+        text += caption(plan)
         tables = result_tables(plan, record, rows) | tables
     numbers = render("page.md.jinja", numbers=tables).strip()
     write_text(page, f"# The study's runs\n\n{text}\n{numbers}\n")
     print(f"written: {page}")
+
+
+def caption(plan: Registered) -> str:
+    """What the figure shows, in words."""
+    corrected = f"Bars above the line: {100 * plan.confidence:.1f} % intervals of the primary arms; below: "
+    return (
+        f"*Right answers, each arm minus {plan.arms[0]}.* {corrected if plan.primary else 'Bars: '}"
+        f"{100 * CONFIDENCE:.0f} %. Circles: seeds. Grey: the margin, {plan.margin:g} points.\n"
+    )
 
 
 def result_tables(plan: Registered, record: Record, rows: Rows) -> dict[str, Rows]:
@@ -131,27 +141,29 @@ def result_tables(plan: Registered, record: Record, rows: Rows) -> dict[str, Row
         | {f"seed {seed}": in_digits(value, 3) for seed, value in zip(plan.seeds, row["by_seed"], strict=True)}
         for row in rows
     ]
-    samples = [{name: in_digits(value, 4) for name, value in row.items()} for row in reached(plan, record)]
+    whole = ("samples", "difference", "low", "high")
+    samples = [{k: round(value) if k in whole else value for k, value in row.items()} for row in reached(plan, record)]
     return {
         "Comparisons with none": comparisons,
         "Differences of each seed": seeds,
         "Samples of stage 2 to reach a held-out loss": samples,
-        "Percent right": means(record, "scores", 100.0),
+        "Percent right": means(plan, record, "scores", 100.0),
         "Percent right, the picture changed or taken away": controls(plan, record),
-        "Mean log-probability of the expected answer, nats": means(record, "log_probabilities", 1.0),
+        "Mean log-probability of the expected answer, nats": means(plan, record, "log_probabilities", 1.0),
     }
 
 
-def means(record: Record, name: str, factor: float) -> Rows:
-    """The mean of every arm over its seeds for each task that was asked, also those outside the outcome."""
+def means(plan: Registered, record: Record, name: str, factor: float) -> Rows:
+    """The mean of every arm over its seeds for each task that was asked, and over the tasks of the outcome."""
     by_arm: dict[str, list[Mapping[str, list[float]]]] = {}
     for entry in record["runs"]:
         by_arm.setdefault(entry["arm"], []).append(entry[name])
-    return [
-        {"arm": arm}
-        | {task: in_digits(factor * float(np.mean([run[task] for run in runs])), 3) for task in record["questions"]}
-        for arm, runs in by_arm.items()
-    ]
+    rows: Rows = []
+    for arm, runs in by_arm.items():
+        by_task = {task: factor * float(np.mean([run[task] for run in runs])) for task in record["questions"]}
+        by_task["outcome"] = float(np.mean([by_task[task] for task in plan.tasks]))
+        rows.append({"arm": arm} | {task: in_digits(value, 3) for task, value in by_task.items()})
+    return rows
 
 
 def controls(plan: Registered, record: Record) -> Rows:

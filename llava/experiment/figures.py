@@ -211,23 +211,37 @@ def figures(study: Study) -> dict[str, Picture]:
     return {name: picture for name, picture in drawn.items() if picture.svg}
 
 
-def differences(results: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> bytes:
-    """Each arm's difference from the baseline with its interval and its seeds, as SVG."""
-    study = {"results": {arm: {MEAN: result} for arm, result in results.items()}, "contrasts": {}, "arms": arms}
-    return svg(_intervals, study)
+def differences(
+    results: Mapping[str, Mapping[str, Any]], arms: Sequence[str], primary: int = 0, margin: float = 0.0
+) -> bytes:
+    """Each arm's difference from the baseline with its interval and its seeds, as SVG.
+
+    Args:
+        primary: number of arms above a line, which are decided.
+        margin: points; up to here, the band, a difference is not relevant.
+    """
+    return svg(_differences, results, arms, primary, margin)
 
 
-def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
+def _intervals(study: Study, pyplot: ModuleType) -> "Figure":
     results = {arm: by_task[MEAN] for arm, by_task in study["results"].items()}
     results |= {name: by_task[MEAN] for name, by_task in study["contrasts"].items()}
+    return _differences(results, study["arms"], len(study["results"]), 0.0, pyplot)
+
+
+def _differences(
+    results: Mapping[str, Mapping[str, Any]], arms: Sequence[str], above: int, margin: float, pyplot: ModuleType
+) -> "Figure":
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(results)), layout="constrained")
-    look = looks(study["arms"])
+    look = looks(arms)
+    if margin:
+        axes.axvspan(-margin, margin, color=NEUTRAL, alpha=0.12, linewidth=0)
     for row, (name, difference) in enumerate(results.items()):
         _bar(axes, difference, row, look[name]["color"] if name in look else NEUTRAL)
     axes.axvline(0, color=NEUTRAL, linewidth=0.8)
-    axes.axhline(len(study["results"]) - 0.5, color=NEUTRAL, linewidth=0.8)
+    axes.axhline(above - 0.5, color=NEUTRAL, linewidth=0.8)
     axes.set_yticks(range(len(results)), list(results))
-    axes.set(ylim=(len(results) - 0.5, -0.5), xlabel="points, mean of all tasks (circles: seeds)")
+    axes.set(ylim=(len(results) - 0.5, -0.5), xlabel="points, mean of the tasks (circles: seeds)")
     axes.grid(axis="y", visible=False)
     return figure
 

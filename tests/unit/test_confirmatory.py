@@ -258,6 +258,9 @@ def test_nothing_is_compared_before_the_last_seed(plan_with, tmp_path):
     assert "| 101 | none | 2026-01-01 | 0.05 | a processor, 2 cores | bf16 | c0ffee | t |" in page.read_text()
     write_page(plan, record)
     assert "## Comparisons with none" in page.read_text() and "missing" not in page.read_text()
+    assert "97.5 % intervals of the primary arms; below: 95 %. Circles: seeds. Grey: the margin, 3" in page.read_text()
+    arm, *by_task, outcome = re.search(r"## Percent right\n\n.*\n.*\n\| (.*) \|", page.read_text())[1].split(" | ")
+    assert arm == "none" and float(outcome) == pytest.approx(np.mean([*map(float, by_task[:-1])]), abs=0.1)
     assert (tmp_path / "figures/study-runs.svg").is_file()
 
 
