@@ -10,6 +10,7 @@ from datetime import datetime
 
 import numpy as np
 import pytest
+import training
 from paths import ROOT
 
 from llava.eval.paired import IMPROVED, compare_seeds, resampled_interval
@@ -17,9 +18,9 @@ from llava.experiment.confirmatory import hold_plan
 from llava.experiment.confirmatory_page import UNDECIDED, WITHIN, compared, reached, verdict, write_page
 from llava.experiment.plan import POWER, shown_probability, smallest_shown, within_probability
 from llava.experiment.registered import generated, parsed, planned_deviation, read_registered, start_of, with_planning
+from llava.experiment.runs import Run
 from llava.experiment.study_page import END
 from llava.experiment.study_runs import missing_seeds, read_runs, runs_file, shared_configuration, with_runs, write_runs
-from llava.launch.recipe import STAGES
 from llava.utils.intervals import student_cdf, student_quantile
 
 PLAN = ROOT / "docs/study-plan.json"
@@ -210,7 +211,8 @@ def simulated(plan, gains=None):
             training = {"samples": [0, 560, 1120], "loss": losses, "accuracy": [0.2, 0.5, 0.8]}
             entry = {"seed": seed, "arm": arm, "plan": plan.digest, "commit": "c0ffee", "started": "2026-01-01"}
             entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "precision": "bf16"}
-            entry |= {"weights": "w", "tower": "t", "controls": {"blank": dict.fromkeys(questions, 25.0 + seed % 2)}}
+            entry |= {"weights": "w", "tower": "t", "language_model": "l"}
+            entry |= {"controls": {"blank": dict.fromkeys(questions, 25.0 + seed % 2)}}
             record["runs"].append(entry | {"scores": scores, "log_probabilities": logs, "training": training})
     return record
 
@@ -297,18 +299,46 @@ def test_a_run_of_other_code_is_not_added(plan_with, monkeypatch):
         with_runs(plan, record, [run])
 
 
-def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_out(monkeypatch):
-    def shared(bf16, rate):
-        dtype = "bfloat16" if bf16 else "float32"
-        values = {"training.bf16": bf16, "config.dtype": dtype, "training.learning_rate": rate}
-        run = type("Run", (), {"configuration": lambda self, stage: values})()
-        answers = {"settings.dtype": dtype}
-        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda results: answers)
-        monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: None)
+@pytest.mark.slow
+def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_out(tiny, tmp_path, monkeypatch):
+    """By real runs: what follows from the precision has many names."""
+    monkeypatch.setattr("llava.experiment.study_runs.STAGES", ("pretrain",))
+    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: run)
+
+    def shared(bf16, **options):
+        run = Run(tmp_path / f"{bf16} {options}", 101, "none")
+        training.run(tiny, run.folder("pretrain"), 1, norm="none", bf16=bf16, max_steps=1, **options)
+        dtype = {"settings.dtype": "bfloat16" if bf16 else "float32"}
+        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda run: dtype)
         return shared_configuration(run)
 
-    assert shared(True, 1.0) == shared(False, 1.0) == {f"{stage}.training.learning_rate": 1.0 for stage in STAGES}
-    assert shared(True, 1.0) != shared(True, 2.0)
+    configuration = shared(True)
+    assert configuration == shared(False) and len(configuration) > 100
+    other = shared(True, learning_rate=2e-3)
+    assert {name for name in other if other[name] != configuration[name]} == {"pretrain.training.learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"precision": "bf16", "language_model": "l"}, None),
+        ({"precision": "fp32", "language_model": "m"}, None),
+        ({"precision": "bf16", "language_model": "m"}, "language model of digest m, the recorded runs in bf16 from l"),
+    ],
+)
+def test_runs_of_one_precision_start_from_one_language_model(plan_with, monkeypatch, entry, message):
+    plan = plan_with(seeds=[101, 102])
+    record = simulated(plan) | {"questions": {}}
+    entry = record["runs"].pop() | entry
+    run, answers = type("Run", (), {"name": "clip, seed 102"}), type("Results", (), {"tasks": {}})
+    for name, value in (("shared_configuration", record["configuration"]), ("entry_of", entry)):
+        monkeypatch.setattr(f"llava.experiment.study_runs.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: answers)
+    if message is None:
+        assert with_runs(plan, record, [run])["runs"][-1] == entry
+    else:
+        with pytest.raises(ValueError, match=message):
+            with_runs(plan, record, [run])
 
 
 # --- the page of the plan ---------------------------------------------------------------------------------------------
