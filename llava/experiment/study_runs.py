@@ -88,7 +88,7 @@ def with_runs(plan: Registered, record: Record, runs: Sequence[Run]) -> Record:
         if changed := differences(before, shared, ABSENT):
             raise ValueError(
                 f"{run.name} differs from the recorded runs{listed(changed, ('recorded', 'now'))}\n"
-                f"Continue at commit {record['runs'][0]['commit'] if record['runs'] else run.name}, on a clean tree."
+                f"Continue at commit {record['runs'][-1]['commit'] if record['runs'] else run.name}, on a clean tree."
             )
         if asked != (record["questions"] or asked):
             raise ValueError(f"{run.name} answered other questions than the recorded runs; prepare the inputs again")
