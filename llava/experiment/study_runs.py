@@ -22,9 +22,10 @@ from llava.utils.machine import machine
 from llava.utils.provenance import differences
 
 FILE, FORMAT = "study-runs.json", 1
-TOWER = "initial_weights.mm_vision_tower"
+TOWER, LANGUAGE_MODEL = "mm_vision_tower", "mm_language_model"
+"""Whose digests every run records: names in the configuration's `initial_weights`."""
 BF16 = "training.bf16"
-PRECISION = (BF16, ".dtype")
+PRECISION = (BF16, ".dtype", ".torch_dtype", f"initial_weights.{LANGUAGE_MODEL}")
 """Ends of the names of what follows from the precision, which a CPU has instructions for or not."""
 Record = dict[str, Any]
 """The content of `FILE`: `configuration` and `questions`, the same for all, and `runs`."""
@@ -87,12 +88,19 @@ def with_runs(plan: Registered, record: Record, runs: Sequence[Run]) -> Record:
         if changed := differences(before, shared, ABSENT):
             raise ValueError(
                 f"{run.name} differs from the recorded runs{listed(changed, ('recorded', 'now'))}\n"
-                f"Continue at commit {record['runs'][0]['commit'] if record['runs'] else run.name}, on a clean tree."
+                f"Continue at commit {record['runs'][-1]['commit'] if record['runs'] else run.name}, on a clean tree."
             )
         if asked != (record["questions"] or asked):
             raise ValueError(f"{run.name} answered other questions than the recorded runs; prepare the inputs again")
+        entry = entry_of(run, plan)
+        for other in record["runs"]:
+            if other["precision"] == entry["precision"] and other["language_model"] != entry["language_model"]:
+                raise ValueError(
+                    f"{run.name} started from a language model of digest {entry['language_model']}, the recorded runs "
+                    f"in {entry['precision']} from {other['language_model']}; prepare the inputs again"
+                )
         record |= {"configuration": shared, "questions": asked}
-        record["runs"].append(entry_of(run, plan))
+        record["runs"].append(entry)
     record["runs"].sort(key=lambda entry: plan.seeds.index(entry["seed"]))
     return record
 
@@ -101,9 +109,10 @@ def shared_configuration(run: Run) -> dict[str, Any]:
     """What must be the same in all runs of the study, by dotted name.
 
     Left out are arm and seed; precision and tower, which are the same for all arms of a seed but not on all machines,
-    and which every run records; and where files are, since what they hold has its digest.
+    and the language model's digest, which follows from the precision: every run records the three; and where files
+    are, since what they hold has its digest.
     """
-    own = (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, TOWER)
+    own = (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, f"initial_weights.{TOWER}")
     shared = {
         f"{stage}.{name}": value
         for stage in STAGES
@@ -123,6 +132,7 @@ def entry_of(run: Run, plan: Registered) -> Record:
     }
     start = run.starts(STAGES[0])[0]
     lines = [line for line in run.evaluations(STAGES[-1]) if "eval/accuracy" in line]
+    digests = start["configuration"].get("initial_weights", {})
     answering = sum(task.seconds for by_task in tasks.values() for task in by_task.values())
     return {
         "seed": run.seed,
@@ -133,7 +143,8 @@ def entry_of(run: Run, plan: Registered) -> Record:
         "machine": machine(),
         "precision": "bf16" if run.configuration(STAGES[0])[BF16] else "fp32",
         "hours": in_digits((sum(sum(seconds_of_steps(run, stage)) for stage in STAGES) + answering) / 3600, 4),
-        "tower": str(start["configuration"].get("initial_weights", {}).get("mm_vision_tower"))[:12],
+        "tower": str(digests.get(TOWER))[:12],
+        "language_model": str(digests.get(LANGUAGE_MODEL))[:12],
         "weights": revision(str(run.folder(STAGES[-1]))),
         "scores": {name: [in_digits(sample.score, 4) for sample in own] for name, own in samples.items()},
         "log_probabilities": {
