@@ -31,8 +31,6 @@ from llava.experiment.study_runs import (
 )
 from llava.launch.recipe import STAGES
 
-REPEATED = ("scores", "log_probabilities", "training")
-"""What a repeated run must have as it is recorded."""
 DIGEST = "plan.sha256"
 """In the output folder: the digest of the plan that its runs follow."""
 
@@ -114,12 +112,13 @@ def repeat(study: Study, plan: Registered, record: Record, seed: int) -> None:
         raise ValueError(f"--repeat {seed}: {begun[0].folder(STAGES[0])} has it already; choose another --output-dir")
     part.train()
     again = {run.arm: entry_of(run, plan) for run in part.runs}
-    differing = [arm for arm, entry in again.items() if any(entry[name] != recorded[arm][name] for name in REPEATED)]
-    for arm, entry in again.items():
+    changed = {arm: changed_parts(entry, recorded[arm]) for arm, entry in again.items()}
+    for arm, parts in changed.items():
         said = "every score, log-probability and loss is the recorded one"
-        if arm in differing:
-            said = "{} of {} scores differ from the recorded ones".format(*changed_scores(entry, recorded[arm]))
+        if parts:
+            said = f"not as recorded: {', '.join(parts)}"
         print(f"{arm}, seed {seed}: {said}")
+    differing = [arm for arm, parts in changed.items() if parts]
     if differing:
         runs = (recorded[plan.arms[0]], again[plan.arms[0]])
         before, now = (f"{entry['precision']} on {entry['machine']}" for entry in runs)
@@ -129,11 +128,14 @@ def repeat(study: Study, plan: Registered, record: Record, seed: int) -> None:
         )
 
 
-def changed_scores(entry: Record, before: Record) -> tuple[int, int]:
-    """How many scores of a run are other ones than before, and how many it has."""
-    pairs = [zip(own, before["scores"][task], strict=True) for task, own in entry["scores"].items()]
-    changed = [own != other for pair in pairs for own, other in pair]
-    return sum(changed), len(changed)
+def changed_parts(entry: Record, before: Record) -> list[str]:
+    """What a repeated run has otherwise than it is recorded, in words."""
+    parts = []
+    for name, words in (("scores", "scores"), ("log_probabilities", "log-probabilities")):
+        pairs = [pair for task, own in entry[name].items() for pair in zip(own, before[name][task], strict=True)]
+        if count := sum(own != other for own, other in pairs):
+            parts.append(f"{count} of {len(pairs)} {words}")
+    return parts + ["losses of stage 2"] * (entry["training"] != before["training"])
 
 
 # --- the trial --------------------------------------------------------------------------------------------------------

@@ -211,9 +211,7 @@ def figures(study: Study) -> dict[str, Picture]:
     return {name: picture for name, picture in drawn.items() if picture.svg}
 
 
-def differences(
-    results: Mapping[str, Mapping[str, Any]], arms: Sequence[str], primary: int = 0, margin: float = 0.0
-) -> bytes:
+def differences(results: Mapping[str, Mapping[str, Any]], arms: Sequence[str], primary: int, margin: float) -> bytes:
     """Each arm's difference from the baseline with its interval and its seeds, as SVG.
 
     Args:
