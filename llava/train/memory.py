@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _USABLE = 0.9  # share of the free memory; the rest goes to fragmentation and communication buffers
 _ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default for stage3_max_live_parameters
+_ZERO3_SUB_GROUP = 10**9  # and for sub_group_size
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class MemoryEstimate:
     parameters: int
     gradients: int
     optimizer: int
+    step: int  # copies of gradients in fp32, which exist while the optimizer steps, when there are no activations
     embeddings: int  # spliced inputs, projector, final norm
     loss_head: int
     num_layers: int
@@ -60,7 +62,7 @@ class MemoryEstimate:
         fixed = self.parameters + self.gradients + self.optimizer + self.embeddings
         # The loss head is done when the first layer's backward pass begins.
         working = max(self.loss_head, self.layer, self.tower_layer if self.tower_layers else 0)
-        return fixed + working + self.activations(plan.decoder_layers) + self.tower(plan.tower)
+        return fixed + max(self.step, working + self.activations(plan.decoder_layers) + self.tower(plan.tower))
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,13 @@ def estimate_memory(
     images = max(1, tokens // visual if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
     tower_trained = is_trained(tower)
-    parameters, gradients, optimizer = _state_bytes(model, args)
+    parameters, gradients, optimizer, step = _state_bytes(model, args)
     width = config.hidden_size
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
+        step=step,
         embeddings=tokens * width * (4 + 4 * residual)
         + images * matmul * (tower.num_tokens * tower.hidden_size + 3 * visual * width)
         + images * visual * _mix_bytes(decoder, matmul),
@@ -117,8 +120,11 @@ def _mix_bytes(decoder: LlavaMetaModel, matmul: int) -> int:
     return full_shape(decoder.embed_tokens.weight)[0] * (4 + matmul + 4)
 
 
-def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer states; what DeepSpeed keeps in CPU memory is not counted."""
+def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int, int]:
+    """Bytes of parameters, gradients, optimizer states, and of the copies of gradients that its step makes.
+
+    What DeepSpeed keeps in CPU memory is not counted.
+    """
     parameters = list(model.parameters())
     stored = sum(full_shape(p).numel() * p.element_size() for p in parameters)
     trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
@@ -129,7 +135,7 @@ def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, i
         copies = 2 * in_fp32 if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
         masters = 4 * (trained - in_fp32)
         buckets = 2 if args.world_size > 1 else 1  # DDP reduces copies
-        return stored + copies, buckets * 4 * trained, per_element * trained + masters
+        return stored + copies, buckets * 4 * trained, per_element * trained + masters, 0
     config = args.hf_deepspeed_config.config
     zero = config.get("zero_optimization", {})
     stage, ranks = zero.get("stage", 0), args.world_size
@@ -143,10 +149,16 @@ def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, i
     kept_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     gradients = (4 * trained if kept_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
     bucket = zero.get("reduce_bucket_size", 0)  # there are two: one is filled while the other is sent
-    buckets = 2 * bucket * trained_bytes // trained if isinstance(bucket, int) else 0
-    states = (4 + per_element + 4) * trained // (ranks if stage >= 1 else 1)  # fp32 weights, moments, gradients
-    gradients = 0 if offload_optimizer and stage >= 2 else gradients
-    return stored, gradients + buckets, 0 if offload_optimizer else states
+    buckets = int(2 * bucket * trained_bytes / trained) if isinstance(bucket, int | float) else 0
+    updated = trained // (ranks if stage >= 1 else 1)
+    states = (4 + per_element) * updated  # fp32 weights, moments
+    # DeepSpeed 0.19.8: ZeRO-2 steps on gradients kept in fp32 as they are; all else copies them, ZeRO-3 part by part.
+    copied = min(updated, int(zero.get("sub_group_size", _ZERO3_SUB_GROUP))) if stage == 3 else updated
+    step = 0 if stage == 2 and kept_in_fp32 else 4 * copied
+    if offload_optimizer:
+        states = step = 0
+        gradients = 0 if stage >= 2 else gradients
+    return stored, gradients + buckets, states, step
 
 
 def _decoder_layer_bytes(
@@ -302,6 +314,7 @@ def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, 
         ("parameters", *[estimate.parameters] * 3),
         ("gradients", *[estimate.gradients] * 3),
         ("optimizer", *[estimate.optimizer] * 3),
+        ("its step", *[estimate.step] * 3),
         ("decoder activations", *(estimate.activations(p.decoder_layers) for p in plans)),
         ("tower activations", *(estimate.tower(p.tower) for p in plans)),
         ("embeddings, projector", *[estimate.embeddings] * 3),

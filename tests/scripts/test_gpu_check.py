@@ -225,7 +225,7 @@ def test_layers_are_as_many_as_fit(monkeypatch):
 
 
 def test_the_estimate_is_read_from_the_table_that_a_run_prints():
-    estimate = MemoryEstimate(*[2**30] * 5, num_layers=2, layer=2**30, layer_input=0, tower_layers=0, tower_layer=0,
+    estimate = MemoryEstimate(*[2**30] * 6, num_layers=2, layer=2**30, layer_input=0, tower_layers=0, tower_layer=0,
                               tower_layer_input=0)  # fmt: skip
     table = memory_table(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
     assert gpu_training.estimated_gib(f"12:00:00 llava: {table}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30

@@ -216,13 +216,34 @@ def test_states_are_divided_as_zero_divides_them(tiny):
 
     def states(*args, **kwargs):
         estimate = estimate_memory(model, zero_arguments(*args, **kwargs), 64)
-        return estimate.parameters, estimate.gradients, estimate.optimizer
+        return estimate.parameters, estimate.gradients, estimate.optimizer, estimate.step
 
-    assert states(2, 4) == (2 * elements, 2 * learnt // 4, 16 * learnt // 4)
-    assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 16 * learnt // 4)
-    assert states(3, 1) == (2 * elements, 2 * learnt, 16 * learnt)  # a rank that is alone gathers nothing
-    assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
-    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
+    copies = 4 * (learnt // 4)  # of gradients, in fp32
+    assert states(2, 4) == (2 * elements, 2 * learnt // 4, 12 * (learnt // 4), copies)
+    assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 12 * (learnt // 4), copies)
+    assert states(3, 1) == (2 * elements, 2 * learnt, 12 * learnt, 4 * learnt)  # a rank that is alone gathers nothing
+    assert states(2, 4, offload="cpu") == (2 * elements, 0, 0, 0)
+    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 6 * (learnt // 4), copies)
+
+
+def test_the_step_copies_gradients_part_by_part_and_not_beside_activations(tiny):
+    model = trained(tiny, STAGE_2).bfloat16()
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+    def estimate(stage, **zero):
+        config = fp32 | {"zero_optimization": {"stage": stage} | zero}
+        return estimate_memory(model, zero_arguments(stage, 1, config=config), 64)
+
+    assert estimate(2).step == 0  # it steps on the gradients themselves
+    assert estimate(3).step == 4 * learnt
+    parts = estimate(3, sub_group_size=1000)
+    assert parts.step == 4 * 1000
+    assert parts.total(CheckpointPlan()) == estimate(2).total(CheckpointPlan())
+    step = parts.activations(0) * 100
+    assert dataclasses.replace(parts, step=step).total(CheckpointPlan()) == (
+        parts.parameters + parts.gradients + parts.optimizer + parts.embeddings + step
+    )
 
 
 def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_copies(tiny, tmp_path):
@@ -245,8 +266,9 @@ def test_gradients_added_up_in_fp32_and_deepspeeds_buckets_are_counted(tiny):
 
     for stage in (2, 3):
         assert gradients(stage, data_types={"grad_accum_dtype": "fp32"}) == 4 * learnt // 4
-        zero = {"stage": stage, "reduce_bucket_size": 1000}
-        assert gradients(stage, zero_optimization=zero) == 2 * learnt // 4 + 2 * 1000 * 2
+        for size in (1000, 1e3):  # files write numbers as 5e8, too
+            zero = {"stage": stage, "reduce_bucket_size": size}
+            assert gradients(stage, zero_optimization=zero) == 2 * learnt // 4 + 2 * 1000 * 2
 
 
 def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
