@@ -138,7 +138,11 @@ def result_tables(plan: Registered, record: Record, rows: Rows) -> dict[str, Row
     ]
     seeds = [
         {"outcome": row["outcome"], "arm": row["arm"]}
-        | {f"seed {seed}": in_digits(value, 3) for seed, value in zip(plan.seeds, row["by_seed"], strict=True)}
+        # Rounded first: equal scores may differ by a rounding error.
+        | {
+            f"seed {seed}": in_digits(round(value, 9) + 0.0, 3)
+            for seed, value in zip(plan.seeds, row["by_seed"], strict=True)
+        }
         for row in rows
     ]
     whole = ("samples", "difference", "low", "high")

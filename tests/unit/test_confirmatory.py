@@ -15,7 +15,16 @@ from paths import ROOT
 
 from llava.eval.paired import IMPROVED, compare_seeds, resampled_interval
 from llava.experiment.confirmatory import hold_plan
-from llava.experiment.confirmatory_page import UNDECIDED, WITHIN, compared, reached, verdict, write_page
+from llava.experiment.confirmatory_page import (
+    UNDECIDED,
+    WITHIN,
+    compared,
+    controls,
+    means,
+    reached,
+    verdict,
+    write_page,
+)
 from llava.experiment.plan import POWER, shown_probability, smallest_shown, within_probability
 from llava.experiment.registered import generated, parsed, planned_deviation, read_registered, start_of, with_planning
 from llava.experiment.runs import Run
@@ -380,8 +389,56 @@ def git(*words):
     return subprocess.run(["git", "-C", ROOT, *words], capture_output=True)
 
 
-def test_the_studys_page_has_no_result_before_the_last_seed():
-    plan, text = read_registered(PLAN), (ROOT / "docs/study.md").read_text()
-    assert bool(missing_seeds(plan, read_runs(plan))) == ("**Still training.**" in text)
-    if "**Still training.**" in text:
-        assert re.findall(r"\d+\.\d+|\d+ (?:%|points)", text) == []
+@pytest.fixture(scope="module")
+def finished():
+    """The committed study: its plan, its record, and its comparisons."""
+    plan = read_registered(PLAN)
+    record = read_runs(plan)
+    assert missing_seeds(plan, record) == []
+    return plan, record, compared(plan, record)
+
+
+def test_every_result_of_the_studys_page_is_recorded(finished):
+    plan, record, rows = finished
+    text = " ".join((ROOT / "docs/study.md").read_text().split())
+    units = {"accuracy, points": ("points", 1), "log-probability, nats": ("nats", 3)}
+    results = {}
+    for row in rows:
+        unit, digits = units[row["outcome"]]
+        results[row["arm"], unit] = tuple(f"{row[name]:+.{digits}f}" for name in ("delta", "low", "high"))
+    for row in reached(plan, record):
+        if row["loss"] == plan.losses[0] and row["arm"] != plan.arms[0]:
+            results[row["arm"], "samples"] = tuple(f"{row[name]:+.0f}" for name in ("difference", "low", "high"))
+    number = r"[+-]\d+(?:\.\d+)?"
+    form = rf"`(\w+)`([^`]*?) ({number}) (points|nats|samples) \(({number}) to ({number})\)"
+    stated = {(arm, unit): (delta, low, high) for arm, _, delta, unit, low, high in re.findall(form, text)}
+    assert stated == {key: results[key] for key in stated} and len(re.findall(form, text)) == len(stated)
+    assert {(arm, unit) for arm in plan.arms[1:] for unit in ("points", "nats")} <= stated.keys()
+    for row in rows[: len(plan.primary)]:
+        assert f"**`{row['arm']}` is {row['verdict']}**" in text
+    for precision in ("fp32", "bf16"):
+        seeds = {entry["seed"] for entry in record["runs"] if entry["precision"] == precision}
+        for row in rows:
+            assert np.mean([d for seed, d in zip(plan.seeds, row["by_seed"], strict=True) if seed in seeds]) < 0
+
+    rest = re.sub(rf"{form}|`[^`]*`|\]\([^)]*\)|[Ss]tage \d|commit \w+|fp32|bf16", "", text)
+    known = {word for name in ("study-runs", "study-plan") for word in words_of(ROOT / f"docs/{name}.md")}
+    assert set(re.findall(r"\d+(?:\.\d+)?", rest)) <= known
+    for row in controls(plan, record):
+        assert all(24 <= float(row[name]) <= 26 for name in ("blank", "text-only"))
+    assert all(float(row["color"]) > 94 for row in means(plan, record, "scores", 100.0))
+
+
+def words_of(page):
+    return re.findall(r"[^\s|]+", page.read_text().replace("%", " ").replace(",", " "))
+
+
+def test_the_committed_page_of_runs_is_that_of_the_record(finished, tmp_path):
+    plan, *_ = finished
+    for name in ("study-plan.json", "study-runs.json"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    shutil.copy(ROOT / "docs/study.json", tmp_path)
+    copy = read_registered(tmp_path / PLAN.name)
+    write_page(copy, read_runs(copy))
+    assert (tmp_path / "study-runs.md").read_text() == (ROOT / "docs/study-runs.md").read_text()
+    assert (ROOT / "docs/figures/study-runs.svg").is_file()
