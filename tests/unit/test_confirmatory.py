@@ -426,7 +426,11 @@ def test_every_result_of_the_studys_page_is_recorded(finished):
     assert set(re.findall(r"\d+(?:\.\d+)?", rest)) <= known
     for row in controls(plan, record):
         assert all(24 <= float(row[name]) <= 26 for name in ("blank", "text-only"))
-    assert all(float(row["color"]) > 94 for row in means(plan, record, "scores", 100.0))
+    right = {row["arm"]: row for row in means(plan, record, "scores", 100.0)}
+    assert all(float(row["color"]) > 94 for row in right.values())
+    shares = [right[arm]["position"] for arm in ("none", "layernorm", "gwc_layernorm")]
+    places = "`none` answers {} % of those about a position, `layernorm` {} % and `gwc_layernorm` {} %"
+    assert places.format(*shares) in text
 
 
 def words_of(page):
