@@ -403,7 +403,7 @@ def test_estimated_states_equal_deepspeeds_where_everything_is_trained():
     arguments = scale.arguments("zero2", 8)
     del arguments.hf_deepspeed_config.config["data_types"]  # nor gradients in more than 16 bits
     estimate = scale.estimate_memory(model, arguments, 1024)
-    states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
+    states = (estimate.parameters + estimate.gradients + estimate.optimizer + estimate.step) / scale.GIB
     assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)
 
 
