@@ -29,7 +29,7 @@ FIRST = {
     "vllm": "serve",
 }
 """Questions, and the page that answers each."""
-LOWERED = {"api", "changelog", "source", "study-pilot-numbers", "study-runs"}
+LOWERED = {"api", "changelog", "source", "study-exploratory-runs", "study-pilot-numbers", "study-runs"}
 HITS = "hits => hits.slice(0, 3).map(hit => hit.querySelector('a').pathname.split('/')[1])"
 
 
