@@ -240,5 +240,7 @@ def draw(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
                 axis.axhline(blank, color=look["color"], linestyle=":", linewidth=1.2)
         for axis, what in zip(axes, (WHOLE, ATTENTION, MLP), strict=True):
             axis.set(title=f"Without {what}", xlabel="frozen from this layer on")
+            axis.set_yscale("symlog", linthresh=0.01)  # the last layer's update is read by no text: 0
+            axis.set_ylim(bottom=0)
         axes[0].set(ylabel="KL from the untouched output (nats)\n(dotted: blank picture)")
         drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
