@@ -1,8 +1,8 @@
 """How far the arms with and without compensation part in the demo's stage 1, by optimizer, clipping and epsilon.
 
 Each row trains both arms on the same samples from the same weights. The distance is that of their projectors' weights,
-without the norm, over the way that the plain arm's have gone. The table is in docs/models.md. The same command again
-goes on where it was stopped.
+without the norm, over the way that the plain arm's have gone. The table is in docs/models.md, made of the committed
+docs/compensation.json. The same command again goes on where it was stopped.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import ROOT, emptied, write_result
+from llava.experiment.reproduce_page import markdown_table
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.commands import whole
@@ -68,6 +69,7 @@ def main() -> None:
         folders = [trained(work / f"{number}-{arm}", arm, setting, args, flags) for arm in (PLAIN, COMPENSATED)]
         rows.append(setting._asdict() | compared(*folders, start, args.steps))
         print(rows[-1], flush=True)
+    print(table(rows))
     print(f"written to {write_result('compensation', rows, work, steps=args.steps, seed=args.seed, flags=flags)}")
 
 
@@ -121,6 +123,30 @@ def compared(plain: Path, compensated: Path, start: torch.Tensor, steps: int) ->
         ours, theirs = (weights(folder / f"checkpoint-{step}") for folder in (compensated, plain))
         row[f"distance_at_{step}"] = ((ours - theirs).norm() / (theirs - start).norm()).item()
     return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: of each pair the plain arm's number first, and the distances in the order of the steps."""
+
+    def pair(row: dict[str, Any], name: str, form: str) -> str:
+        return ", ".join(format(row[f"{arm}_{name}"], form) for arm in ("plain", "compensated"))
+
+    return markdown_table(
+        [
+            {
+                "optimizer": "SGD" if row["optim"] == SGD else "AdamW",
+                "κ": row["max_grad_norm"] or "off",
+                "ε": None if row["optim"] == SGD else f"{row['adam_epsilon']:g}",
+                "gain": "trained" if row["learnable"] else "fixed",
+                "steps clipped": pair(row, "clipped", ".0%") if row["max_grad_norm"] else None,
+                "gradient norm": pair(row, "grad_norm", ".3g"),
+                "share of gain and bias": pair(row, "norms_share", ".2g") if row["learnable"] else None,
+                "loss": pair(row, "loss", ".3f"),
+                "distance": ", ".join(f"{value:.2g}" for name, value in row.items() if "distance_at_" in name),
+            }
+            for row in rows
+        ]
+    )
 
 
 if __name__ == "__main__":
