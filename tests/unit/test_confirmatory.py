@@ -374,13 +374,15 @@ def test_every_number_of_a_plans_text_is_in_its_generated_part(plan):
     assert unknown == [] and len(known) > 20
 
 
-def test_the_plan_was_committed_before_its_runs():
-    record = read_runs(read_registered(PLAN))
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_was_committed_before_its_runs(plan):
+    file = ROOT / "docs" / f"{plan}.json"
+    record = read_runs(read_registered(file))
     for entry in record["runs"]:
         commit = git("show", "--no-patch", "--format=%cI", entry["commit"])
         if commit.returncode:
             pytest.skip(f"no commit {entry['commit'][:12]} here: a checkout without its history")
-        then = git("show", f"{entry['commit']}:{PLAN.relative_to(ROOT)}")
+        then = git("show", f"{entry['commit']}:{file.relative_to(ROOT)}")
         assert hashlib.sha256(then.stdout).hexdigest() == entry["plan"]
         assert datetime.fromisoformat(commit.stdout.decode().strip()) < datetime.fromisoformat(entry["started"])
 
@@ -389,31 +391,32 @@ def git(*words):
     return subprocess.run(["git", "-C", ROOT, *words], capture_output=True)
 
 
-@pytest.fixture(scope="module")
-def finished():
-    """The committed study: its plan, its record, and its comparisons."""
-    plan = read_registered(PLAN)
+def finished(name):
+    """A committed study: its plan, its record, and its comparisons."""
+    plan = read_registered(ROOT / "docs" / f"{name}.json")
     record = read_runs(plan)
     assert missing_seeds(plan, record) == []
     return plan, record, compared(plan, record)
 
 
-def test_every_result_of_the_studys_page_is_recorded(finished):
-    plan, record, rows = finished
+def test_every_result_of_the_studys_page_is_recorded():
+    plan, record, rows = finished("study-plan")
+    more, more_record, more_rows = finished("study-exploratory")
     text = " ".join((ROOT / "docs/study.md").read_text().split())
     units = {"accuracy, points": ("points", 1), "log-probability, nats": ("nats", 3)}
     results = {}
-    for row in rows:
+    for row in [*rows, *more_rows]:
         unit, digits = units[row["outcome"]]
         results[row["arm"], unit] = tuple(f"{row[name]:+.{digits}f}" for name in ("delta", "low", "high"))
     for row in reached(plan, record):
         if row["loss"] == plan.losses[0] and row["arm"] != plan.arms[0]:
             results[row["arm"], "samples"] = tuple(f"{row[name]:+.0f}" for name in ("difference", "low", "high"))
     number = r"[+-]\d+(?:\.\d+)?"
-    form = rf"`(\w+)`([^`]*?) ({number}) (points|nats|samples) \(({number}) to ({number})\)"
+    form = rf"`([\w-]+)`([^`]*?) ({number}) (points|nats|samples) \(({number}) to ({number})\)"
     stated = {(arm, unit): (delta, low, high) for arm, _, delta, unit, low, high in re.findall(form, text)}
     assert stated == {key: results[key] for key in stated} and len(re.findall(form, text)) == len(stated)
-    assert {(arm, unit) for arm in plan.arms[1:] for unit in ("points", "nats")} <= stated.keys()
+    arms = [*plan.arms[1:], *more.arms[1:]]
+    assert {(arm, unit) for arm in arms for unit in ("points", "nats")} <= stated.keys()
     for row in rows[: len(plan.primary)]:
         assert f"**`{row['arm']}` is {row['verdict']}**" in text
     for precision in ("fp32", "bf16"):
@@ -422,7 +425,8 @@ def test_every_result_of_the_studys_page_is_recorded(finished):
             assert np.mean([d for seed, d in zip(plan.seeds, row["by_seed"], strict=True) if seed in seeds]) < 0
 
     rest = re.sub(rf"{form}|`[^`]*`|\]\([^)]*\)|[Ss]tage \d|commit \w+|fp32|bf16", "", text)
-    known = {word for name in ("study-runs", "study-plan") for word in words_of(ROOT / f"docs/{name}.md")}
+    pages = ("study-runs", "study-plan", "study-exploratory-runs")
+    known = {word for name in pages for word in words_of(ROOT / f"docs/{name}.md")}
     assert set(re.findall(r"\d+(?:\.\d+)?", rest)) <= known
     for row in controls(plan, record):
         assert all(24 <= float(row[name]) <= 26 for name in ("blank", "text-only"))
@@ -431,18 +435,25 @@ def test_every_result_of_the_studys_page_is_recorded(finished):
     shares = [right[arm]["position"] for arm in ("none", "layernorm", "gwc_layernorm")]
     places = "`none` answers {} % of those about a position, `layernorm` {} % and `gwc_layernorm` {} %"
     assert places.format(*shares) in text
+    right |= {row["arm"]: row for row in means(more, more_record, "scores", 100.0)}
+    fixed, before, base = (right[arm]["position"] for arm in ("rmsnorm-fixed", "pre_layernorm_mlp2x_gelu", "none"))
+    assert f"answers {before} % of the questions about a position" in text
+    assert f"most on positions: {fixed} % against {base} %" in text
+    mix = {row["arm"]: row for row in controls(more, more_record)}["vocab_mix_mlp2x_gelu"]
+    assert f"{mix['picture']} % right with the picture and {mix['blank']} % with a blank one" in text
 
 
 def words_of(page):
     return re.findall(r"[^\s|]+", page.read_text().replace("%", " ").replace(",", " "))
 
 
-def test_the_committed_page_of_runs_is_that_of_the_record(finished, tmp_path):
-    plan, *_ = finished
-    for name in ("study-plan.json", "study-runs.json"):
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_committed_page_of_runs_is_that_of_the_record(plan, tmp_path):
+    runs = runs_file(read_registered(ROOT / "docs" / f"{plan}.json"))
+    for name in (f"{plan}.json", runs.name, "study.json"):
         shutil.copy(ROOT / "docs" / name, tmp_path)
-    shutil.copy(ROOT / "docs/study.json", tmp_path)
-    copy = read_registered(tmp_path / PLAN.name)
+    copy = read_registered(tmp_path / f"{plan}.json")
     write_page(copy, read_runs(copy))
-    assert (tmp_path / "study-runs.md").read_text() == (ROOT / "docs/study-runs.md").read_text()
-    assert (ROOT / "docs/figures/study-runs.svg").is_file()
+    page = runs.with_suffix(".md").name
+    assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+    assert (ROOT / "docs/figures" / runs.name).with_suffix(".svg").is_file()
