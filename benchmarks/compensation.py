@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import ROOT, emptied, write_result
-from llava.experiment.reproduce_page import markdown_table
+from llava.compare.reproduce_page import markdown_table
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.commands import whole

@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llava.experiment.recipe import Recipe
+    from llava.compare.recipe import Recipe
     from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 
 __all__ = ["LlavaLlamaForCausalLM", "Recipe"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "Recipe":
-        from llava.experiment.recipe import Recipe
+        from llava.compare.recipe import Recipe
 
         return Recipe
     from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM

@@ -52,7 +52,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 def module_of(command: str) -> ModuleType:
     """A command's module."""
     if command in OTHERS:
-        return importlib.import_module(f"llava.experiment.{MODULES.get(command, command)}")
+        return importlib.import_module(f"llava.compare.{MODULES.get(command, command)}")
     return importlib.import_module(f"playground.{command}")
 
 

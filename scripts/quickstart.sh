@@ -11,7 +11,7 @@
 #                                         outputs/quickstart, or -stamps, -probes)
 #   SEED=42                               seed of data order and initial projector
 # Steps; what stands left and right of a `|` runs at the same time
-# (llava/experiment/quickstart.py):
+# (llava/compare/quickstart.py):
 #   .venv
 #   language model | pictures, vision tower
 #   stage 1, stage 2, answers of one arm | the same for the next arm

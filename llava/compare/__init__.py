@@ -1,1 +1,1 @@
-"""The name under which `llava.experiment` is called: `python -m llava.compare`."""
+"""Training arms side by side: what is compared, the runs, paired statistics, and the page."""

@@ -1,8 +1,8 @@
-"""`python -m llava.compare`: see `llava.experiment.commands`."""
+"""`python -m llava.compare`: see `llava.compare.commands`."""
 
 import sys
 
-from llava.experiment.commands import main
+from llava.compare.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

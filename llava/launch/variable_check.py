@@ -124,7 +124,7 @@ def trains(script: str) -> bool:
 
 @cache
 def read_by(script: str) -> frozenset[str]:
-    """The variables that a script reads; what a comparison decides itself, llava.experiment.stage refuses by name."""
+    """The variables that a script reads; what a comparison decides itself, llava.compare.stage refuses by name."""
     return frozenset(_EVERYWHERE | OWN.get(script, set()) | (NAMES if trains(script) else set()))
 
 

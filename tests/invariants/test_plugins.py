@@ -14,8 +14,8 @@ from training import flags, greedy_tokens, load, loaded, losses
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from llava.attach import attach, attached_norms, load_attached
-from llava.experiment.arms import parse_arm
-from llava.experiment.runs import Run, check_runs
+from llava.compare.arms import parse_arm
+from llava.compare.runs import Run, check_runs
 from llava.export.__main__ import main as export_command
 from llava.export.hf import export
 from llava.export.push import sort_out

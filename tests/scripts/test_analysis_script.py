@@ -11,7 +11,7 @@ from shell import bash
 
 from llava.analysis.__main__ import main
 from llava.analysis.commands import COMMANDS
-from llava.experiment import measurements
+from llava.compare import measurements
 
 ALL = list(COMMANDS)
 
@@ -80,7 +80,7 @@ def test_a_termination_lets_the_running_command_save(tmp_path):
     wait = f"touch {tmp_path}/started; while :; do sleep 0.05; done"
     python.write_text(f"#!/bin/bash\ntrap 'sleep 0.2; touch {tmp_path}/saved; exit 130' TERM\n{wait}\n")
     python.chmod(0o755)
-    code = "import sys; from llava.analysis.__main__ import main; from llava.experiment import measurements\n"
+    code = "import sys; from llava.analysis.__main__ import main; from llava.compare import measurements\n"
     code += f"measurements.sys.executable = {str(python)!r}; sys.exit(main(['all', {str(path)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 60

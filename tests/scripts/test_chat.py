@@ -20,10 +20,10 @@ from PIL import Image
 from warm_python import warm_python
 
 from llava.asking import Assistant, choose_template, load_assistant, load_picture
+from llava.compare import answers
 from llava.conversation import conv_templates
 from llava.data.preprocess import preprocess
 from llava.eval import run_llava
-from llava.experiment import answers
 from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli, conversation
 

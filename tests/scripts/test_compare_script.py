@@ -20,13 +20,13 @@ from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
-from llava.experiment.arms import Arm, parse_arm
-from llava.experiment.commands import main
-from llava.experiment.comparison import Comparison, add_arguments
-from llava.experiment.engine import DEMO
-from llava.experiment.quickstart import Quickstart
-from llava.experiment.stage import is_finished
-from llava.experiment.study import Study
+from llava.compare.arms import Arm, parse_arm
+from llava.compare.commands import main
+from llava.compare.comparison import Comparison, add_arguments
+from llava.compare.engine import DEMO
+from llava.compare.quickstart import Quickstart
+from llava.compare.stage import is_finished
+from llava.compare.study import Study
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE
 
@@ -216,7 +216,7 @@ def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_pa
     monkeypatch.setattr(Quickstart, "recipes", {})
     on_cpu = SimpleNamespace(on_gpu=False)
     for module in ("quickstart", "engine"):
-        monkeypatch.setattr(f"llava.experiment.{module}.resolve_devices", lambda environment: on_cpu)
+        monkeypatch.setattr(f"llava.compare.{module}.resolve_devices", lambda environment: on_cpu)
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     refused = set()

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from llava import asking
-from llava.experiment import answers
-from llava.experiment import quickstart_page as page
+from llava.compare import answers
+from llava.compare import quickstart_page as page
 from llava.utils.intervals import share_interval
 from playground.__main__ import main
 

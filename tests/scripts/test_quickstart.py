@@ -14,8 +14,8 @@ import pytest
 from paths import ROOT
 from shell import bash, new_lines, only
 
-from llava.experiment import lanes, quickstart
-from llava.experiment.lanes import Step, StepError, run_lanes
+from llava.compare import lanes, quickstart
+from llava.compare.lanes import Step, StepError, run_lanes
 from llava.launch import devices
 
 # A stand-in for Python that writes down when what was begun and ended, and leaves the files of a training.

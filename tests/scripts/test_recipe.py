@@ -14,7 +14,7 @@ from PIL import Image
 from run_inputs import inputs_in
 
 from llava import Recipe, asking
-from llava.experiment import recipe as recipe_module
+from llava.compare import recipe as recipe_module
 from llava.launch.recipe import STAGES
 from llava.utils.locks import FolderLock, InUse
 

@@ -17,10 +17,10 @@ from PIL import Image
 from shell import bash, only
 
 from llava.analysis.commands import COMMANDS
+from llava.compare.commands import main
+from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS
+from llava.compare.reproduce_page import compared, init_rows, limit_notes, paper_rows, samples_note, score_rows
 from llava.eval.results import PAPER_COLUMNS
-from llava.experiment.commands import main
-from llava.experiment.reproduce import BENCHMARKS, ITEMS, MODELS
-from llava.experiment.reproduce_page import compared, init_rows, limit_notes, paper_rows, samples_note, score_rows
 from llava.model.multimodal_projector.norm import PAPER_ARMS
 
 LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwen2.5-VL": "llama_tied"}
@@ -166,7 +166,7 @@ def test_rows_have_the_papers_number_ours_and_the_difference():
 def test_scores_are_compared_for_the_papers_presets_and_shown_for_others(monkeypatch):
     task = type("T", (), {"score": 90.0})
     results = type("R", (), {"tasks": {"pope": task}, "settings": {"limit": None}})
-    monkeypatch.setattr("llava.experiment.reproduce_page.read_results", lambda path: results)
+    monkeypatch.setattr("llava.compare.reproduce_page.read_results", lambda path: results)
     run = type("Run", (), {"arm": "none", "folder": lambda self, part: Path(part)})()
     assert score_rows("qwen2.5-7b", [run]) == [compared("Qwen2.5-7B, none: POPE", 87.51, 90.0)]
     assert score_rows("demo", [run]) == [compared("demo, none: POPE", None, 90.0)]

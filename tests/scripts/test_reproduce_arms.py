@@ -18,11 +18,11 @@ from run_inputs import inputs_in
 from shell import new_lines, only
 from warm_python import warm_python
 
+from llava.compare import trained_inputs
+from llava.compare.commands import main, parser
+from llava.compare.published import Published, State, problems, state_of
+from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, READ_ONLY, Reproduction
 from llava.data.prepare import SOURCES
-from llava.experiment import trained_inputs
-from llava.experiment.commands import main, parser
-from llava.experiment.published import Published, State, problems, state_of
-from llava.experiment.reproduce import BENCHMARKS, ITEMS, MODELS, READ_ONLY, Reproduction
 from llava.launch.settings import NAMES
 
 GB = 10**9
@@ -46,7 +46,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", hub_server.READER)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("llava.experiment.published.disk_usage", lambda path: SimpleNamespace(free=10**15))
+    monkeypatch.setattr("llava.compare.published.disk_usage", lambda path: SimpleNamespace(free=10**15))
     # As in a new checkout, whatever this one has below playground/data.
     monkeypatch.setattr(trained_inputs, "missing_data", lambda recipes: [*DATA][: len(recipes)])
     with hub_server.serve() as hub:
@@ -171,7 +171,7 @@ def test_the_demo_is_trained_as_scripts_compare_sh_trains_it(hub, tmp_path):
 
 
 def test_too_small_a_disk_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("llava.experiment.published.disk_usage", lambda path: SimpleNamespace(free=20 * GB))
+    monkeypatch.setattr("llava.compare.published.disk_usage", lambda path: SimpleNamespace(free=20 * GB))
     missing = {"a/b": 10 * GB, "a/c": 9 * GB}
     states = [State(Published(name), "", {"a": 10 * GB}, size) for name, size in missing.items()]
     (fault,) = problems(states, tmp_path / "out")

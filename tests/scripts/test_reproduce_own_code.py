@@ -23,7 +23,7 @@ from PIL import Image
 from shell import only
 from transformers import PreTrainedTokenizerFast
 
-from llava.experiment.reproduce import BENCHMARKS, MODELS
+from llava.compare.reproduce import BENCHMARKS, MODELS
 
 pytestmark = pytest.mark.slow
 SHAPES = ((16, 16), (24, 16), (8, 32), (16, 8))  # multiples of two patches, which no processor resizes

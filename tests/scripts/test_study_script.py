@@ -17,8 +17,8 @@ from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
-from llava.experiment.commands import main
-from llava.experiment.study import MEASURED
+from llava.compare.commands import main
+from llava.compare.study import MEASURED
 from llava.launch.recipe import STAGES
 
 ARMS = "none,gwc_layernorm"

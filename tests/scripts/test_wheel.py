@@ -45,7 +45,7 @@ def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel)
     configs = {f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")}
     scripts = {f"scripts/{name}.sh" for name in ("pretrain", "finetune", "lib", "help", "setup")}
     assert inside == presets | configs | scripts
-    templates = {f"llava/experiment/templates/{path.name}" for path in (ROOT / "llava/experiment/templates").iterdir()}
+    templates = {f"llava/compare/templates/{path.name}" for path in (ROOT / "llava/compare/templates").iterdir()}
     assert templates <= names and "playground/tasks/scenes.yaml" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"llava", "playground"}
 

@@ -27,8 +27,8 @@ import torch
 from PIL import Image
 
 from llava.asking import Asked, Assistant, batch_answers, load_assistant
+from llava.compare.answers import held_out, longest_answer
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.experiment.answers import held_out, longest_answer
 from llava.mm_utils import process_prompt_images
 from llava.utils.commands import Parser, exit_status
 from playground.store import PlaygroundError

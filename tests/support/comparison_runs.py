@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llava.compare.runs import Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
-from llava.experiment.runs import Run
 from llava.launch.recipe import STAGES
 from llava.train.run_identity import adapter_digest
 from llava.utils.digests import revision

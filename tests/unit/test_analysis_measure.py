@@ -31,7 +31,7 @@ from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS,
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
 from llava.analysis.statistics import Stream
-from llava.experiment import study_record
+from llava.compare import study_record
 from llava.families import family_of, find_parts
 from llava.model.multimodal_encoder.towers import TOWERS
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from comparison_runs import change, write_run, write_scores
 
-from llava.experiment.arms import parse_arm
-from llava.experiment.commands import main, parser, runs_of
-from llava.experiment.report_tables import configuration_tables
-from llava.experiment.runs import check_flags, check_present, check_results, check_runs
+from llava.compare.arms import parse_arm
+from llava.compare.commands import main, parser, runs_of
+from llava.compare.report_tables import configuration_tables
+from llava.compare.runs import check_flags, check_present, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 

@@ -13,9 +13,8 @@ import pytest
 import training
 from paths import ROOT
 
-from llava.eval.paired import IMPROVED, compare_seeds, resampled_interval
-from llava.experiment.confirmatory import hold_plan
-from llava.experiment.confirmatory_page import (
+from llava.compare.confirmatory import hold_plan
+from llava.compare.confirmatory_page import (
     UNDECIDED,
     WITHIN,
     compared,
@@ -25,11 +24,12 @@ from llava.experiment.confirmatory_page import (
     verdict,
     write_page,
 )
-from llava.experiment.plan import POWER, shown_probability, smallest_shown, within_probability
-from llava.experiment.registered import generated, parsed, planned_deviation, read_registered, start_of, with_planning
-from llava.experiment.runs import Run
-from llava.experiment.study_page import END
-from llava.experiment.study_runs import missing_seeds, read_runs, runs_file, shared_configuration, with_runs, write_runs
+from llava.compare.plan import POWER, shown_probability, smallest_shown, within_probability
+from llava.compare.registered import generated, parsed, planned_deviation, read_registered, start_of, with_planning
+from llava.compare.runs import Run
+from llava.compare.study_page import END
+from llava.compare.study_runs import missing_seeds, read_runs, runs_file, shared_configuration, with_runs, write_runs
+from llava.eval.paired import IMPROVED, compare_seeds, resampled_interval
 from llava.utils.intervals import student_cdf, student_quantile
 
 PLAN = ROOT / "docs/study-plan.json"
@@ -299,8 +299,8 @@ def test_an_exploratory_study_decides_nothing_and_has_files_of_its_own(plan_with
 def test_a_run_of_other_code_is_not_added(plan_with, monkeypatch):
     plan = plan_with(seeds=[101, 102])
     record = simulated(plan)
-    monkeypatch.setattr("llava.experiment.study_runs.shared_configuration", lambda run: {"pretrain.code.digest": "b"})
-    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: type("R", (), {"tasks": {}}))
+    monkeypatch.setattr("llava.compare.study_runs.shared_configuration", lambda run: {"pretrain.code.digest": "b"})
+    monkeypatch.setattr("llava.compare.study_runs.answers_of", lambda run, control: type("R", (), {"tasks": {}}))
     run = type("Run", (), {"name": "none, seed 102"})
     with pytest.raises(
         ValueError, match=r"pretrain.code.digest: 'a' \(recorded\), 'b' \(now\)\nContinue at commit c0ffee"
@@ -311,14 +311,14 @@ def test_a_run_of_other_code_is_not_added(plan_with, monkeypatch):
 @pytest.mark.slow
 def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_out(tiny, tmp_path, monkeypatch):
     """By real runs: what follows from the precision has many names."""
-    monkeypatch.setattr("llava.experiment.study_runs.STAGES", ("pretrain",))
-    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: run)
+    monkeypatch.setattr("llava.compare.study_runs.STAGES", ("pretrain",))
+    monkeypatch.setattr("llava.compare.study_runs.answers_of", lambda run, control: run)
 
     def shared(bf16, **options):
         run = Run(tmp_path / f"{bf16} {options}", 101, "none")
         training.run(tiny, run.folder("pretrain"), 1, norm="none", bf16=bf16, max_steps=1, **options)
         dtype = {"settings.dtype": "bfloat16" if bf16 else "float32"}
-        monkeypatch.setattr("llava.experiment.study_runs.evaluation_settings", lambda run: dtype)
+        monkeypatch.setattr("llava.compare.study_runs.evaluation_settings", lambda run: dtype)
         return shared_configuration(run)
 
     configuration = shared(True)
@@ -341,8 +341,8 @@ def test_runs_of_one_precision_start_from_one_language_model(plan_with, monkeypa
     entry = record["runs"].pop() | entry
     run, answers = type("Run", (), {"name": "clip, seed 102"}), type("Results", (), {"tasks": {}})
     for name, value in (("shared_configuration", record["configuration"]), ("entry_of", entry)):
-        monkeypatch.setattr(f"llava.experiment.study_runs.{name}", lambda *_, value=value: value)
-    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: answers)
+        monkeypatch.setattr(f"llava.compare.study_runs.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("llava.compare.study_runs.answers_of", lambda run, control: answers)
     if message is None:
         assert with_runs(plan, record, [run])["runs"][-1] == entry
     else:

@@ -7,9 +7,9 @@ import matplotlib
 import pytest
 from paths import ROOT
 
-from llava.experiment import figures
-from llava.experiment.study import ARMS
-from llava.experiment.study_record import read_record
+from llava.compare import figures
+from llava.compare.study import ARMS
+from llava.compare.study_record import read_record
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils import presentation
 from llava.utils.presentation import NORM_COLOURS, TEXT_COLOUR, VISUAL_COLOUR, import_pyplot, looks
@@ -113,7 +113,7 @@ def test_what_the_analysis_draws_is_described_alike_on_all_pages():
     assert [picture for picture in shown if picture not in page] == []
 
 
-@pytest.mark.parametrize("path", ["docs/site.css", "llava/experiment/templates/style.css.jinja"])
+@pytest.mark.parametrize("path", ["docs/site.css", "llava/compare/templates/style.css.jinja"])
 def test_figures_stand_on_a_white_card_in_dark_mode_too(path):
     rules = (ROOT / path).read_text().partition("@media print")[0]
     assert re.search(r"^[^{\n]*\bimg[^{\n]*\{[^}]*background: #fff;[^}]*padding", rules, re.MULTILINE)

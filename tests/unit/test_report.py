@@ -9,11 +9,11 @@ import shutil
 import pytest
 from comparison_runs import write_run
 
+from llava.compare import paper
+from llava.compare.commands import main
+from llava.compare.report import markdown_text
+from llava.compare.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
-from llava.experiment import paper
-from llava.experiment.commands import main
-from llava.experiment.report import markdown_text
-from llava.experiment.report_tables import Statistics
 from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"

@@ -10,13 +10,12 @@ import pytest
 from comparison_runs import change, write_run, write_scores
 from paths import ROOT
 
-from llava.eval.results import PAPER_COLUMNS
-from llava.experiment import commands, results_folders
-from llava.experiment.arms import parse_arm
-from llava.experiment.paper import ARMS
-from llava.experiment.results_folders import EvaluatedRun, entry_of
-from llava.experiment.results_page import OPEN, page_text, publish
-from llava.experiment.results_record import (
+from llava.compare import commands, results_folders
+from llava.compare.arms import parse_arm
+from llava.compare.paper import ARMS
+from llava.compare.results_folders import EvaluatedRun, entry_of
+from llava.compare.results_page import OPEN, page_text, publish
+from llava.compare.results_record import (
     RECIPES,
     check_study,
     digest_of,
@@ -25,6 +24,7 @@ from llava.experiment.results_record import (
     with_entries,
     write_entries,
 )
+from llava.eval.results import PAPER_COLUMNS
 from llava.launch.recipe import STAGES, resolved_run
 from llava.utils.intervals import share_interval
 from llava.utils.provenance import RUN_FILE

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from llava.experiment.commands import main
-from llava.experiment.figures import figures
-from llava.experiment.study import ARMS
-from llava.experiment.study_page import (
+from llava.compare.commands import main
+from llava.compare.figures import figures
+from llava.compare.study import ARMS
+from llava.compare.study_page import (
     by_hand,
     limits,
     measurements,
@@ -19,7 +19,7 @@ from llava.experiment.study_page import (
     write_markdown,
     write_page,
 )
-from llava.experiment.study_record import doses, measured, read_record
+from llava.compare.study_record import doses, measured, read_record
 
 NAMES = ARMS.split(",")
 

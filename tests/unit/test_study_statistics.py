@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_benchmarks, score_intervals
-from llava.eval.results import Answered, Results, TaskResult
-from llava.experiment import study_record
-from llava.experiment.learning import first_reached, samples_to_reach
-from llava.experiment.plan import (
+from llava.compare import study_record
+from llava.compare.learning import first_reached, samples_to_reach
+from llava.compare.plan import (
     FEWEST_STEPS,
     POWER,
     SEED_DEVIATION,
@@ -22,6 +20,8 @@ from llava.experiment.plan import (
     read_plan,
     smallest_differences,
 )
+from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_benchmarks, score_intervals
+from llava.eval.results import Answered, Results, TaskResult
 from llava.utils.intervals import share_interval
 
 TASKS, QUESTIONS = 4, 72

@@ -5,7 +5,7 @@ import re
 import pytest
 from paths import ROOT
 
-from llava.experiment.time_estimates import CPU_PEAK, hours, parameters_named, parameters_of, peak, training_hours
+from llava.compare.time_estimates import CPU_PEAK, hours, parameters_named, parameters_of, peak, training_hours
 from llava.launch.recipe import STAGES, resolved_run
 
 

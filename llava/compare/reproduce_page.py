@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava.analysis.norm_params import PAPER_ROWS
+from llava.compare.paper import MEANS, TABLE_4
+from llava.compare.report_tables import Rows
+from llava.compare.runs import Run
 from llava.eval.results import PAPER_COLUMNS, RESULTS_FILE, Results, read_results
-from llava.experiment.paper import MEANS, TABLE_4
-from llava.experiment.report_tables import Rows
-from llava.experiment.runs import Run
 from llava.launch.devices import resolve_devices
 from llava.utils.machine import machine
 from llava.utils.presentation import PAPER, column_names

@@ -1,13 +1,13 @@
 """The study: every arm, and the norm's dose, trained in parallel with seeds and controls, and one page about it.
 
     inputs     the playground's language model, pictures and tower
-    plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.experiment.plan`)
+    plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.compare.plan`)
     runs       stage 1, stage 2, answers and controls | the same for the next arm and seed
     measured   `llava.analysis` before training | after stage 1 | after stage 2, on the first seed's models
-    page       study.json, study.html, study.md (`llava.experiment.study_record`, `study_page`)
+    page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
 
 `|` means in parallel: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and checks
-are those of every experiment (`llava.experiment.engine`).
+are those of every experiment (`llava.compare.engine`).
 """
 
 import argparse
@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from llava.eval.results import CONTROLS
-from llava.experiment import answers
-from llava.experiment.arms import SEEDS, parse_arms, parse_seeds
-from llava.experiment.comparison import Comparison
-from llava.experiment.engine import DEMO, at_work, show_times
-from llava.experiment.lanes import Step, runs_at_once
-from llava.experiment.plan import (
+from llava.compare import answers
+from llava.compare.arms import SEEDS, parse_arms, parse_seeds
+from llava.compare.comparison import Comparison
+from llava.compare.engine import DEMO, at_work, show_times
+from llava.compare.lanes import Step, runs_at_once
+from llava.compare.plan import (
     FEWEST_SEEDS,
     FEWEST_STEPS,
     PLAN_FILE,
@@ -37,11 +36,12 @@ from llava.experiment.plan import (
     predicted_hours,
     read_plan,
 )
-from llava.experiment.report_tables import seconds_of_steps
-from llava.experiment.runs import Run, check_results, check_runs
-from llava.experiment.stage import refuse_ignored
-from llava.experiment.study_page import write_page
-from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
+from llava.compare.report_tables import seconds_of_steps
+from llava.compare.runs import Run, check_results, check_runs
+from llava.compare.stage import refuse_ignored
+from llava.compare.study_page import write_page
+from llava.compare.study_record import ANALYSIS, answers_of, record, write_record
+from llava.eval.results import CONTROLS
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.machine import available_cores

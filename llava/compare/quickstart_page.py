@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from llava.compare import answers
+from llava.compare.figures import TEXT, VISUAL, analysis_figures, data_uri, training_curves
+from llava.compare.quickstart import ANSWERS, TIMES
+from llava.compare.report import aligned, render
+from llava.compare.report_tables import Rows, analysis_tables
+from llava.compare.stage import LOG_FILE, Log, logged_steps
+from llava.compare.study_page import differences as difference_rows
+from llava.compare.study_record import as_json, start_and_ends
 from llava.eval.paired import Difference, compare_benchmarks
 from llava.eval.results import Answered
-from llava.experiment import answers
-from llava.experiment.figures import TEXT, VISUAL, analysis_figures, data_uri, training_curves
-from llava.experiment.quickstart import ANSWERS, TIMES
-from llava.experiment.report import aligned, render
-from llava.experiment.report_tables import Rows, analysis_tables
-from llava.experiment.stage import LOG_FILE, Log, logged_steps
-from llava.experiment.study_page import differences as difference_rows
-from llava.experiment.study_record import as_json, start_and_ends
 from llava.utils.commands import whole
 from llava.utils.files import write_json
 from llava.utils.intervals import share_interval

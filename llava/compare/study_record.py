@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from llava.compare.arms import parse_arm
+from llava.compare.learning import LEVELS, samples_to_reach
+from llava.compare.plan import POWER, Plan
+from llava.compare.report_tables import Rows, Statistics, analysis_tables, batch_of, seconds_of_steps
+from llava.compare.runs import Run
+from llava.compare.stage import Log
 from llava.eval.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
-from llava.experiment.arms import parse_arm
-from llava.experiment.learning import LEVELS, samples_to_reach
-from llava.experiment.plan import POWER, Plan
-from llava.experiment.report_tables import Rows, Statistics, analysis_tables, batch_of, seconds_of_steps
-from llava.experiment.runs import Run
-from llava.experiment.stage import Log
 from llava.launch.recipe import STAGES
 from llava.model.multimodal_projector.norm import NORM_TYPES, PAPER_ARMS
 from llava.utils.files import write_text

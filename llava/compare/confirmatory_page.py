@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from llava.compare import figures
+from llava.compare.learning import first_reached
+from llava.compare.registered import Registered
+from llava.compare.report import render
+from llava.compare.report_tables import Rows, in_digits
+from llava.compare.study_runs import Record, missing_seeds, runs_file
 from llava.eval.paired import IMPROVED, WORSE, SeedDifference, compare_seeds, resampled_interval
-from llava.experiment import figures
-from llava.experiment.learning import first_reached
-from llava.experiment.registered import Registered
-from llava.experiment.report import render
-from llava.experiment.report_tables import Rows, in_digits
-from llava.experiment.study_runs import Record, missing_seeds, runs_file
 from llava.utils.files import write_text
 from llava.utils.intervals import CONFIDENCE
 

@@ -18,11 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.experiment.answers import UNTOUCHED
-from llava.experiment.engine import DEMO, Experiment, at_work, show_times
-from llava.experiment.lanes import StageStep, Step, StepError, runs_at_once
-from llava.experiment.runs import NOT_IDENTITY, Run
-from llava.experiment.stage import WHOLE_RUNS, last_step, refuse_ignored
+from llava.compare.answers import UNTOUCHED
+from llava.compare.engine import DEMO, Experiment, at_work, show_times
+from llava.compare.lanes import StageStep, Step, StepError, runs_at_once
+from llava.compare.runs import NOT_IDENTITY, Run
+from llava.compare.stage import WHOLE_RUNS, last_step, refuse_ignored
 from llava.launch.cpu import POLICY
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES

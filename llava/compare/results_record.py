@@ -21,11 +21,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from llava.compare.arms import BASELINE, parse_arm, parse_seeds
+from llava.compare.paper import ARMS
+from llava.compare.runs import ABSENT
+from llava.compare.study_record import FILE as STUDY_FILE
 from llava.eval.tasks import GROUPS
-from llava.experiment.arms import BASELINE, parse_arm, parse_seeds
-from llava.experiment.paper import ARMS
-from llava.experiment.runs import ABSENT
-from llava.experiment.study_record import FILE as STUDY_FILE
 from llava.launch.recipe import STAGES
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 from llava.utils.digests import bytes_digest

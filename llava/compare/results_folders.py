@@ -9,17 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llava.eval.evaluate import parser as evaluation
-from llava.eval.paired import MEAN, score_benchmarks
-from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
-from llava.experiment.answers import UNTOUCHED
-from llava.experiment.arms import BASELINE, FIXED, PROJECTOR
-from llava.experiment.engine import DEMO
-from llava.experiment.paper import ARMS
-from llava.experiment.quickstart import ANSWERS
-from llava.experiment.quickstart_page import ALL
-from llava.experiment.report_tables import TOLERANCE, Statistics, batch_of, in_digits
-from llava.experiment.results_record import (
+from llava.compare.answers import UNTOUCHED
+from llava.compare.arms import BASELINE, FIXED, PROJECTOR
+from llava.compare.engine import DEMO
+from llava.compare.paper import ARMS
+from llava.compare.quickstart import ANSWERS
+from llava.compare.quickstart_page import ALL
+from llava.compare.report_tables import TOLERANCE, Statistics, batch_of, in_digits
+from llava.compare.results_record import (
     ALIGNED,
     COMPARISON,
     EVALUATION,
@@ -33,11 +30,14 @@ from llava.experiment.results_record import (
     digest_of,
     row_commands,
 )
-from llava.experiment.runs import ABSENT, Run, check_all, check_results
-from llava.experiment.study import recipe_of
-from llava.experiment.study_page import command as study_command
-from llava.experiment.study_record import FILE as STUDY_FILE
-from llava.experiment.study_record import logged, read_record, record_text
+from llava.compare.runs import ABSENT, Run, check_all, check_results
+from llava.compare.study import recipe_of
+from llava.compare.study_page import command as study_command
+from llava.compare.study_record import FILE as STUDY_FILE
+from llava.compare.study_record import logged, read_record, record_text
+from llava.eval.evaluate import parser as evaluation
+from llava.eval.paired import MEAN, score_benchmarks
+from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
 from llava.launch.recipe import STAGES, resolved_run
 from llava.train.arguments import changeable_flags, decides_numbers
 from llava.train.checkpoint import finished_step

@@ -6,12 +6,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from llava.eval.paired import MEAN
-from llava.experiment import paper, report_tables
-from llava.experiment.report import markdown_text, render
-from llava.experiment.report_tables import TITLES
-from llava.experiment.results_folders import entry_of
-from llava.experiment.results_record import (
+from llava.compare import paper, report_tables
+from llava.compare.report import markdown_text, render
+from llava.compare.report_tables import TITLES
+from llava.compare.results_folders import entry_of
+from llava.compare.results_record import (
     RECIPES,
     STUDY,
     Entry,
@@ -22,9 +21,10 @@ from llava.experiment.results_record import (
     with_entries,
     write_entries,
 )
-from llava.experiment.study_page import DOCS_PAGE, write_docs
-from llava.experiment.study_record import FILE as STUDY_FILE
-from llava.experiment.study_record import read_record
+from llava.compare.study_page import DOCS_PAGE, write_docs
+from llava.compare.study_record import FILE as STUDY_FILE
+from llava.compare.study_record import read_record
+from llava.eval.paired import MEAN
 from llava.launch.devices import count_of
 from llava.utils.files import write_text
 

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llava.compare.answers import is_answered
+from llava.compare.arms import parse_arm
+from llava.compare.lanes import Measurement, StageStep, Step, run_lanes, words_of
+from llava.compare.runs import Run, check_flags
+from llava.compare.stage import WHOLE_RUNS, interpreter
 from llava.eval.results import CONTROLS
-from llava.experiment.answers import is_answered
-from llava.experiment.arms import parse_arm
-from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
-from llava.experiment.runs import Run, check_flags
-from llava.experiment.stage import WHOLE_RUNS, interpreter
 from llava.launch.cpu import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run

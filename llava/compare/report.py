@@ -15,17 +15,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from llava.experiment import paper
-from llava.experiment.figures import analysis_figures, intervals, training_curves
-from llava.experiment.report_tables import (
+from llava.compare import paper
+from llava.compare.figures import analysis_figures, intervals, training_curves
+from llava.compare.report_tables import (
     Statistics,
     analysis_tables,
     caveats,
     every_table,
     headline_table,
 )
-from llava.experiment.runs import Run
-from llava.experiment.study_record import as_json
+from llava.compare.runs import Run
+from llava.compare.study_record import as_json
 from llava.launch.recipe import STAGES
 from llava.utils.presentation import column_names, looks, number_columns
 from llava.utils.versions import git_commit
@@ -93,7 +93,7 @@ def render(template: str, **context: Any) -> str:
     """Renders a template, with the escaping that its format, HTML or Markdown, needs."""
     html = template.endswith(".html.jinja")
     environment = Environment(
-        loader=PackageLoader("llava.experiment"),
+        loader=PackageLoader("llava.compare"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,

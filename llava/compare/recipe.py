@@ -129,8 +129,8 @@ class Recipe:
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""
-        from llava.experiment.lanes import Step
-        from llava.experiment.stage import WHOLE_RUNS, refuse_ignored
+        from llava.compare.lanes import Step
+        from llava.compare.stage import WHOLE_RUNS, refuse_ignored
         from llava.utils.locks import refuse_in_use
 
         refuse_ignored([WHOLE_RUNS])

@@ -11,15 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from llava.eval.results import CONTROLS
-from llava.experiment.confirmatory_page import write_page
-from llava.experiment.engine import at_work
-from llava.experiment.registered import Registered, parsed, read_registered, show
-from llava.experiment.report_tables import batch_of
-from llava.experiment.runs import Run
-from llava.experiment.study import Study, is_answered, recipe_of
-from llava.experiment.study_record import answers_of
-from llava.experiment.study_runs import (
+from llava.compare.confirmatory_page import write_page
+from llava.compare.engine import at_work
+from llava.compare.registered import Registered, parsed, read_registered, show
+from llava.compare.report_tables import batch_of
+from llava.compare.runs import Run
+from llava.compare.study import Study, is_answered, recipe_of
+from llava.compare.study_record import answers_of
+from llava.compare.study_runs import (
     Record,
     changed_plan,
     entry_of,
@@ -29,6 +28,7 @@ from llava.experiment.study_runs import (
     with_runs,
     write_runs,
 )
+from llava.eval.results import CONTROLS
 from llava.launch.recipe import STAGES
 
 DIGEST = "plan.sha256"

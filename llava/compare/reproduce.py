@@ -17,20 +17,17 @@ from typing import Any
 
 from llava.analysis.commands import PACKAGE
 from llava.analysis.models import NamedModel, named_model
-from llava.eval.harness import token_fault
-from llava.eval.results import RESULTS_FILE
-from llava.eval.tasks import choose
-from llava.experiment import trained_inputs
-from llava.experiment.comparison import Comparison
-from llava.experiment.engine import Experiment, at_work
-from llava.experiment.lanes import Step
-from llava.experiment.measurements import Command, command_line
-from llava.experiment.paper import ARMS
-from llava.experiment.published import DATASET, Published, State, download, problems, revisions, state_of
-from llava.experiment.reproduce_page import device, limit_notes, measured_numbers, page_of, samples_note, score_rows
-from llava.experiment.runs import Run
-from llava.experiment.stage import refuse_ignored
-from llava.experiment.time_estimates import (
+from llava.compare import trained_inputs
+from llava.compare.comparison import Comparison
+from llava.compare.engine import Experiment, at_work
+from llava.compare.lanes import Step
+from llava.compare.measurements import Command, command_line
+from llava.compare.paper import ARMS
+from llava.compare.published import DATASET, Published, State, download, problems, revisions, state_of
+from llava.compare.reproduce_page import device, limit_notes, measured_numbers, page_of, samples_note, score_rows
+from llava.compare.runs import Run
+from llava.compare.stage import refuse_ignored
+from llava.compare.time_estimates import (
     SHARE,
     TOKENS,
     hours,
@@ -39,6 +36,9 @@ from llava.experiment.time_estimates import (
     peak,
     training_hours,
 )
+from llava.eval.harness import token_fault
+from llava.eval.results import RESULTS_FILE
+from llava.eval.tasks import choose
 from llava.launch.recipe import STAGES
 from llava.utils.commands import module_of, whole
 from llava.utils.files import write_text

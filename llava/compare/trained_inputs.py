@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llava.compare.engine import DEMO
+from llava.compare.published import DATASET, Published
 from llava.data.prepare import SOURCES
-from llava.experiment.engine import DEMO
-from llava.experiment.published import DATASET, Published
 from llava.launch.inputs import HUB, MISSING, PREPARED, WRONG, cache_of, is_cached
 
 Recipe = dict[str, Any]

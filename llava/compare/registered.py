@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from llava.compare.arms import parse_arms
+from llava.compare.plan import POWER, Plan, shown_probability, smallest_shown, within_probability
+from llava.compare.report import render
+from llava.compare.report_tables import Rows
+from llava.compare.study_page import END, by_hand
+from llava.compare.study_record import read_record
 from llava.eval.paired import confidence_of
-from llava.experiment.arms import parse_arms
-from llava.experiment.plan import POWER, Plan, shown_probability, smallest_shown, within_probability
-from llava.experiment.report import render
-from llava.experiment.report_tables import Rows
-from llava.experiment.study_page import END, by_hand
-from llava.experiment.study_record import read_record
 from llava.launch.recipe import STAGES
 from llava.utils.intervals import CONFIDENCE, share_interval
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from llava.compare.arms import parse_arm
+from llava.compare.report_tables import TITLES
+from llava.compare.stage import Log
+from llava.compare.study_record import Study, has_intervals
 from llava.eval.paired import MEAN
-from llava.experiment.arms import parse_arm
-from llava.experiment.report_tables import TITLES
-from llava.experiment.stage import Log
-from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import NEUTRAL, STYLE, TEXT_COLOUR, import_pyplot, looks
 
 if TYPE_CHECKING:

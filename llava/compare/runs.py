@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llava.compare.arms import BASELINE, parse_arm
+from llava.compare.stage import LOG_FILE, logged_steps
 from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
-from llava.experiment.arms import BASELINE, parse_arm
-from llava.experiment.stage import LOG_FILE, logged_steps
 from llava.launch.flags import parse_flags
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision

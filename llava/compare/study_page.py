@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from llava.compare.figures import Picture, data_uri, figures
+from llava.compare.plan import POWER, points_in_words
+from llava.compare.report import render
+from llava.compare.report_tables import Rows, in_digits
+from llava.compare.study_record import COLUMNS, Study, has_intervals, write_record
 from llava.eval.paired import MEAN
-from llava.experiment.figures import Picture, data_uri, figures
-from llava.experiment.plan import POWER, points_in_words
-from llava.experiment.report import render
-from llava.experiment.report_tables import Rows, in_digits
-from llava.experiment.study_record import COLUMNS, Study, has_intervals, write_record
 from llava.launch.devices import count_of
 
 PAGE, FIGURE = "study.md", "study-{}.svg"

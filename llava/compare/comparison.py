@@ -6,14 +6,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from llava.compare.arms import BASELINE, SEEDS, parse_arms, parse_seeds
+from llava.compare.engine import Experiment, at_work, show_times
+from llava.compare.lanes import Step
+from llava.compare.paper import ARMS
+from llava.compare.report import write_report
+from llava.compare.runs import Run, check_all
+from llava.compare.stage import refuse_ignored
 from llava.eval.score import check_questions
-from llava.experiment.arms import BASELINE, SEEDS, parse_arms, parse_seeds
-from llava.experiment.engine import Experiment, at_work, show_times
-from llava.experiment.lanes import Step
-from llava.experiment.paper import ARMS
-from llava.experiment.report import write_report
-from llava.experiment.runs import Run, check_all
-from llava.experiment.stage import refuse_ignored
 from llava.launch.recipe import STAGES
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE

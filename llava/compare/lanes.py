@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from llava.experiment.runs import Run, check_present, check_runs
-from llava.experiment.stage import StepError, is_finished, last_step
+from llava.compare.runs import Run, check_present, check_runs
+from llava.compare.stage import StepError, is_finished, last_step
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
 from llava.utils.paths import ROOT

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llava.compare.registered import Registered
+from llava.compare.report_tables import batch_of, in_digits, seconds_of_steps
+from llava.compare.runs import ABSENT, ARM_FIELDS, OWN_STAGE_1, SEED_FIELDS, Run, evaluation_settings, listed
+from llava.compare.study_record import answers_of
 from llava.eval.results import CONTROLS
-from llava.experiment.registered import Registered
-from llava.experiment.report_tables import batch_of, in_digits, seconds_of_steps
-from llava.experiment.runs import ABSENT, ARM_FIELDS, OWN_STAGE_1, SEED_FIELDS, Run, evaluation_settings, listed
-from llava.experiment.study_record import answers_of
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.files import write_text

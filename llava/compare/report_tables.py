@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from llava.compare import paper
+from llava.compare.runs import ABSENT, Run, evaluation_settings
 from llava.eval.paired import MEAN, UNCHANGED, Difference, compare_benchmarks
 from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
-from llava.experiment import paper
-from llava.experiment.runs import ABSENT, Run, evaluation_settings
 from llava.launch.recipe import STAGES
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}

@@ -13,8 +13,8 @@ from typing import Any
 from llava.analysis import loading
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, Needs
 from llava.analysis.models import NamedModel, named_model, required_models
-from llava.experiment.engine import Experiment, show_times
-from llava.experiment.lanes import Step
+from llava.compare.engine import Experiment, show_times
+from llava.compare.lanes import Step
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.commands import INTERRUPTED, module_of, whole
 

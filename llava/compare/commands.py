@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.experiment import (
+from llava.compare import (
     comparison,
     confirmatory,
     registered,
@@ -14,10 +14,10 @@ from llava.experiment import (
     study_page,
     study_record,
 )
-from llava.experiment.arms import SEEDS, parse_seeds
-from llava.experiment.report import write_report
-from llava.experiment.runs import Run, check_all, check_runs
-from llava.experiment.stage import StepError
+from llava.compare.arms import SEEDS, parse_seeds
+from llava.compare.report import write_report
+from llava.compare.runs import Run, check_all, check_runs
+from llava.compare.stage import StepError
 from llava.launch.recipe import STAGES
 from llava.utils.commands import Parser, program_name
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT, ROOT
