@@ -402,7 +402,8 @@ def finished(name):
 def test_every_result_of_the_studys_page_is_recorded():
     plan, record, rows = finished("study-plan")
     more, more_record, more_rows = finished("study-exploratory")
-    text = " ".join((ROOT / "docs/study.md").read_text().split())
+    page = re.sub(r"## One set of rates.*?(?=## )", "", (ROOT / "docs/study.md").read_text(), flags=re.DOTALL)
+    text = " ".join(page.split())
     units = {"accuracy, points": ("points", 1), "log-probability, nats": ("nats", 3)}
     results = {}
     for row in [*rows, *more_rows]:
@@ -441,6 +442,21 @@ def test_every_result_of_the_studys_page_is_recorded():
     assert f"most on positions: {fixed} % against {base} %" in text
     mix = {row["arm"]: row for row in controls(more, more_record)}["vocab_mix_mlp2x_gelu"]
     assert f"{mix['picture']} % right with the picture and {mix['blank']} % with a blank one" in text
+
+
+def test_the_studys_page_has_the_trial_of_rates_as_recorded():
+    trial = json.loads((ROOT / "docs/data/rates-trial.json").read_text())
+    section = (ROOT / "docs/study.md").read_text().split("## One set of rates")[1].split("\n## ")[0]
+    names = ("stage_1_rate", "projector_rate", "mean", "position")
+    recorded = [(row["arm"], *(row[name] for name in names)) for row in trial["rows"] if row["steps"] == [68, 70]]
+    stated = [
+        (arm, *map(float, numbers))
+        for arm, *numbers in (
+            line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \w+ \| \d", line)
+        )
+    ]
+    assert len(stated) == 9 and set(stated) <= set(recorded)
+    assert trial["commit"] in section and f"seed {trial['seed']}, {trial['precision']}" in section
 
 
 def words_of(page):
