@@ -74,7 +74,8 @@ class Run:
     def configuration(self, stage: str) -> dict[str, Any]:
         """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.
 
-        The commit need not be equal: `code.digest` covers the files that training runs.
+        The commit need not be equal: `code.digest` covers the files that training runs. Nor need the folder of the
+        pictures: `data.pictures` covers their content.
 
         Raises:
             ValueError: the run was resumed with another configuration.
@@ -82,6 +83,8 @@ class Run:
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
         for record in (first, *later):
             record.pop("code.commit", None)
+            if "data.pictures" in record:
+                record.pop("data.image_folder")
         for again in later:
             if changed := differences(first, again, ABSENT):
                 raise ValueError(

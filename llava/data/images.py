@@ -109,12 +109,12 @@ class ImageStore:
         read = f"{self.orientation} {self.max_aspect_ratio:g}"
         return "; ".join([own, read, *(other and self.others[other].identity() or "own" for other in self._places)])
 
-    def content(self, images: Iterable[Place]) -> str:
+    def content(self, images: Iterable[Place], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
 
-        Of a zip file the members' checksums count, of a picture in a row its whole Parquet file.
+        Of a zip file the checksums of all members count, of a picture in a row the `shard_digest` of its Parquet file.
         """
-        digest, shard_digest = hashlib.sha256(), functools.cache(remembered_digest)
+        digest, shard_digest = hashlib.sha256(), functools.cache(shard_digest)
         for image in dict.fromkeys(images):
             digest.update(f"{self._content(image, shard_digest)};".encode())
         return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llava.asking import Assistant, is_captioner
 from llava.conversation import get_template
-from llava.eval.harness import data_place, require_harnesses
+from llava.eval.harness import data_fingerprint, data_place, require_harnesses
 from llava.eval.in_process import Ask, Harness, LoadedTask, Prompt, Requests, load_tasks
 from llava.eval.results import TaskResult
 from llava.eval.tasks import Task, choose_limited, score_interval
@@ -61,6 +61,13 @@ def load_benchmarks(training_args: TrainingArguments) -> list[LoadedTask]:
     tasks = _tasks(training_args)
     with training_args.main_process_first(desc="loading benchmarks"), kept_random_states():
         return load_tasks(tasks, _places(tasks, training_args), FLAG, FOLDER_FLAG)
+
+
+def benchmarks_content(training_args: TrainingArguments) -> str:
+    """Digests of the local data of `--eval_tasks`, by task; data from the hub have none."""
+    tasks = [task for task, _ in _tasks(training_args)]
+    places = _places(_tasks(training_args), training_args)
+    return ", ".join(f"{task.name} {data_fingerprint(task, places[task.name])}" for task in tasks)
 
 
 def _tasks(training_args: TrainingArguments) -> list[tuple[Task, int | None]]:

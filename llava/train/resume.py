@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llava.train.arguments import TrainingArguments
 from llava.train.ranks import barrier
-from llava.train.run_identity import ALLOWED, Settings, default_settings
+from llava.train.run_identity import ALLOWED, CONTENTS, PICTURES, Settings, default_settings
 from llava.train.run_record import IDENTITY, Identity
 from llava.utils.provenance import differences
 
@@ -42,6 +42,8 @@ def accepted_changes(allowed: str) -> set[str]:
 def check_identity(folder: Path, settings: Settings, accepted: set[str], step_size: int) -> Identity:
     """Compares the run of a checkpoint or output folder with this one; returns the content of `resume.json`.
 
+    A run that is older than a flag had its default. What the files of an older run held is not known: a warning.
+
     Args:
         folder: the checkpoint or output folder.
         settings: this run's identity.
@@ -53,6 +55,9 @@ def check_identity(folder: Path, settings: Settings, accepted: set[str], step_si
     """
     saved: Identity = json.loads((folder / IDENTITY).read_text())
     saved["settings"] = default_settings() | saved["settings"]
+    if PICTURES not in saved["settings"] and (unknown := {k: settings[k] for k in CONTENTS if k in settings}):
+        logger.warning("%s was written without digests of %s: not compared", folder, ", ".join(unknown))
+        saved["settings"] |= unknown
     different = differences(saved["settings"], settings)
     if refused := [k for k in different if k not in accepted]:
         side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import RecordTable
+from llava.data.images import ImageStore
+from llava.data.records import RecordTable, record_images
+from llava.model.builder import read_config
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
@@ -31,9 +34,13 @@ from llava.train.arguments import (
     decides_numbers,
 )
 from llava.train.batches import sample_order
+from llava.train.benchmarks import benchmarks_content
+from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
+from llava.train.ranks import from_first
+from llava.train.run_checks import image_store
 from llava.utils import plugins
-from llava.utils.digests import bytes_digest
+from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.versions import software
 
 Setting = bool | int | float | str | None
@@ -49,8 +56,13 @@ _DEEPSPEED_REPORTS = {
 }  # fmt: skip
 # The settings in which a continuation may differ, and why.
 ALLOWED = changeable_flags() | {
-    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint"
+    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
+    "adapter_file": "the checkpoint's own projector is loaded over it",
 }
+PICTURES = "pictures"
+CONTENTS = (PICTURES, "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures", "eval_tasks_data")
+"""The settings that say what files hold which flags name by their paths. Every run has the first."""
+_SAMPLE = 4096  # records whose pictures are read
 
 
 def run_identity(
@@ -61,7 +73,7 @@ def run_identity(
     tokenizer: PreTrainedTokenizerBase,
     eval_records: RecordTable | None = None,
 ) -> Settings:
-    """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
+    """What decides the numbers of a run, as JSON values: the settings in `resume.json`. Every rank must call.
 
     They include the held-out records and benchmarks if these choose the best checkpoint.
     """
@@ -74,11 +86,53 @@ def run_identity(
         settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
     if training_args.eval_tasks and training_args.metric_for_best_model:
         settings["eval_tasks"] = training_args.eval_tasks
+    is_first = training_args.process_index == 0
+    contents = _contents(model_args, data_args, training_args, records, eval_records) if is_first else {}
+    settings |= from_first(contents)
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
     if loaded := plugins.digests():
         settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in loaded.items())
     return settings
+
+
+def _contents(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    records: RecordTable,
+    eval_records: RecordTable | None,
+) -> Settings:
+    """The settings named in `CONTENTS`, which are the same wherever the files are."""
+    base, tower = model_args.model_name_or_path, model_args.vision_tower
+    if not tower:
+        config = read_config(base, cache_dir=training_args.cache_dir)
+        if not getattr(config, "mm_vision_config", None):  # LLaVA's checkpoints may leave the tower where it was
+            tower = getattr(config, "mm_vision_tower", None)
+    contents = {
+        PICTURES: pictures_digest(image_store(data_args, records), records),
+        "language_model_files": model_digest(base, training_args.cache_dir),
+        "vision_tower_files": tower and model_digest(tower),
+        "adapter_file": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+    }
+    if eval_records is not None and training_args.metric_for_best_model:
+        images = image_store(eval_data_arguments(data_args), eval_records)
+        contents["eval_pictures"] = pictures_digest(images, eval_records)
+    if training_args.eval_tasks and training_args.metric_for_best_model:
+        contents["eval_tasks_data"] = benchmarks_content(training_args)
+    return contents
+
+
+def pictures_digest(images: ImageStore, records: RecordTable) -> str:
+    """A digest of the records' pictures by name and content, wherever they are.
+
+    All are read if there are up to 4,096 records, otherwise those of 4,096 records that are spread evenly. Of zip files
+    the checksums of all members count, of Parquet files 4,096 blocks of 64 KiB altogether (`sampled_digest`).
+    """
+    count = min(len(records), _SAMPLE)
+    shown = (image for i in range(count) for image in record_images(records[len(records) * i // count]))
+    blocks = max(1, _SAMPLE // len(records.sources))
+    return f"SHA-256 {images.content(shown, partial(sampled_digest, blocks=blocks))}"
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -104,15 +158,17 @@ def run_configuration(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
+    identity: Settings,
 ) -> dict[str, Any]:
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
     records = dataset.records
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
+    contents = {k: identity[k] for k in (PICTURES, "eval_data", "eval_pictures", "eval_tasks_data") if k in identity}
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
         **({"plugins": loaded} if (loaded := plugins.digests()) else {}),
-        "data": dataclasses.asdict(data_args) | {"records": records.key} | mixture,
+        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),
         "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
@@ -178,8 +234,8 @@ def adapter_digest(path: str | None) -> str | None:
     """SHA-256 of the adapter file that the projector starts from (given by its path or folder), or None."""
     if not path:
         return None
-    file = Path(path)
-    return hashlib.sha256((file / ADAPTER_FILE if file.is_dir() else file).read_bytes()).hexdigest()
+    file = Path(path, ADAPTER_FILE) if Path(path).is_dir() else Path(path)
+    return bytes_digest(file) if file.is_file() else None  # loading it raises an error that names it
 
 
 def device_name(device: torch.device) -> str:

@@ -51,10 +51,11 @@ def write_run_record(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
+    identity: Settings,
     resumed: bool,
 ) -> None:
     """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
-    configuration = run_configuration(model, dataset, model_args, data_args, training_args)
+    configuration = run_configuration(model, dataset, model_args, data_args, training_args, identity)
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []

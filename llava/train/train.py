@@ -130,7 +130,7 @@ def run_in_folder(
     if is_first and eval_records is not None and write_eval_left_out and eval_records.left_out:
         write_eval_left_out(output_dir / EVAL_QUARANTINE)
     resumed = start.checkpoint is not None
-    write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, resumed)
+    write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, identity, resumed)
     watchdog.start()
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:

@@ -9,9 +9,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from llava.utils.files import write_json
@@ -22,6 +23,9 @@ _BLOCK = 1 << 20
 _LARGE = 64 << 20  # bytes from which a digest is worth keeping
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
+_SAMPLED = 1 << 16  # bytes of a block of `sampled_digest`
+# The files of a model's folder from which training takes weights, code and settings; its tokenizer is not among them.
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.py", "config.json", "preprocessor_config.json", "processor_config.json")
 _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
 
@@ -39,7 +43,20 @@ def bytes_digest(source: Path) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(path: Path, deep: bool = False) -> str:
+def sampled_digest(source: Path, blocks: int) -> str:
+    """SHA-256 of a file's size and of at most `blocks` blocks of 64 KiB, spread evenly from its start; or all bytes."""
+    size = source.stat().st_size
+    whole = -(-size // _SAMPLED)
+    count = min(whole, blocks)
+    digest = hashlib.sha256(f"{size};".encode())
+    with source.open("rb") as file:
+        for number in range(count):
+            file.seek(_SAMPLED * (whole * number // count))
+            digest.update(file.read(_SAMPLED))
+    return digest.hexdigest()
+
+
+def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -> str:
     """16 hexadecimal digits of a SHA-256 over names and all bytes of a file or of a folder's files.
 
     Hidden files do not count. A core hashes about 1.2 GiB/s; the digests of large files are kept.
@@ -47,12 +64,15 @@ def fingerprint(path: Path, deep: bool = False) -> str:
     Args:
         path: the file or folder.
         deep: also the files of its subfolders.
+        names: patterns of the names of the files in a folder that count.
     """
-    files = sorted(_files(path, deep)) if path.is_dir() else [path]
-    names = [str(file.relative_to(path)) if path.is_dir() else "" for file in files]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in _files(path, deep) if any(fnmatch(file.name, name) for name in names))
+    places = [str(file.relative_to(path)) if path.is_dir() else "" for file in files]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, content in zip(names, pool.map(remembered_digest, files), strict=True):
+        for name, content in zip(places, pool.map(remembered_digest, files), strict=True):
             digest.update(f"{name}:{content};".encode())
     return digest.hexdigest()[:16]
 
@@ -167,6 +187,23 @@ def revision(path: str) -> str | None:
     except ValueError:  # not the form of a hub id
         return None
     return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def model_digest(path: str, cache_dir: str | None = None) -> str | None:
+    """What a training loads from a model's folder or hub id: a digest of weights, code and settings, or the commit.
+
+    None if nothing is there; loading it raises an error that names it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    place = Path(path)
+    if place.exists():
+        commit = _cached_commit(place.resolve())
+        return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
+    try:
+        return f"commit {Path(hf_hub_download(path, 'config.json', cache_dir=cache_dir)).parent.name}"
+    except (OSError, ValueError):
+        return None
 
 
 def _cached_commit(folder: Path) -> str | None:

@@ -43,7 +43,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         }
         start = {
             "model": model,
-            "data": {"data_path": f"{stage}.json", "records": "abc"},
+            "data": {"data_path": f"{stage}.json", "image_folder": "here", "records": "abc", "pictures": "def"},
             "training": training,
             "adapter": adapter_digest(model["pretrain_mm_mlp_adapter"]),
             "order": f"order-{seed}",

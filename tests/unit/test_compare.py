@@ -43,6 +43,7 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
         ("training.new_flag", 1, "(absent)"),
         ("order", "order-9", "order-1"),
         ("data.records", "abd", "abc"),
+        ("data.pictures", "deg", "def"),
         ("initial_weights.mm_language_model", "y", "x"),
         ("initial_weights.mm_mlp_adapter", "z", "1 "),
         ("code.digest", "e", "d"),
@@ -57,6 +58,11 @@ def test_any_other_difference_is_refused_with_field_and_both_values(runs, capsys
     message = capsys.readouterr().err
     assert f"{field}: {before!r} (none, seed 1), {value!r} (layernorm, seed 1)" in message
     assert str(runs[1].folder("pretrain")) in message
+
+
+def test_the_same_pictures_may_be_elsewhere(runs):
+    change(runs[1], "pretrain", "data.image_folder", "there")
+    check_runs(runs, "pretrain")
 
 
 def test_budget_counts_the_steps_that_were_taken(runs):

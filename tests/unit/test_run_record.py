@@ -1,17 +1,19 @@
 """`run.json`: what decides a run's weights is in it, and an arm changes nothing but its own fields. `resume.json`."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from paths import ROOT
 from training import flags
 
+from llava.compare.runs import Run
 from llava.train.resume import ResumeError, check_identity
 from llava.train.run_identity import decisive_deepspeed_config, default_settings, order_digest, weights_digests
 from llava.train.run_record import IDENTITY
 from llava.train.train import build_model, parse_arguments, train
-from llava.utils.provenance import RUN_FILE, read_starts
+from llava.utils.provenance import RUN_FILE, differences, read_starts
 
 
 def configuration(folder):
@@ -54,6 +56,25 @@ def test_a_resumed_run_adds_a_start_and_a_new_one_replaces_them(tiny, runs, tmp_
     assert [start["configuration"]["training"]["max_steps"] for start in starts] == [2, 3]
     train(flags(tiny, runs / "norm", 1, max_steps=1, overwrite_output_dir=True))
     assert len(read_starts(runs / "norm" / RUN_FILE)) == 1
+
+
+def test_other_pictures_in_the_same_folder_are_another_arm_and_no_continuation(tiny, tmp_path):
+    run, moved = Run(tmp_path, 42, "none"), tmp_path / "images"
+    shutil.copytree(tiny / "data/images", moved)
+
+    def configuration_on(images, overwrite=True):
+        options = {"norm": "none", "save_strategy": "steps", "overwrite_output_dir": overwrite}
+        train(flags(tiny, run.folder("pretrain"), 1, image_folder=images, **options))
+        return run.configuration("pretrain")
+
+    before = configuration_on(tiny / "data/images")
+    assert configuration_on(moved) == before
+    (moved / "3.png").write_bytes((moved / "4.png").read_bytes())
+    with pytest.raises(
+        ResumeError, match="pretrain was written by a run with other settings.*\n  pictures: there 'SHA"
+    ):
+        configuration_on(moved, overwrite=False)
+    assert set(differences(before, configuration_on(moved))) == {"data.pictures"}
 
 
 def test_a_flag_that_the_checkpoints_tree_did_not_have_counts_as_left_out(tmp_path):
