@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, add_result_flags, alternate, ratio, result_folder, run_json, spread, write_result
+from llava.utils.code_folders import refuse_shared
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
 
@@ -65,6 +66,10 @@ def measure(args: argparse.Namespace, tokenizer: str, folder: Path) -> tuple[lis
     arms = {"this_tree": Arm("this_tree", sys.executable, ROOT, folder, tokenizer)}
     versions: dict = {}
     if not args.no_upstream:
+        try:
+            refuse_shared(args.work, "--work ")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         tree = checked_out(args.upstream_tree, args.work)
         python = Path(args.upstream_python or made_environment(args.work / "venv-next"))
         arms["llava_next"] = Arm("llava_next", python, tree, folder, tokenizer)

@@ -38,6 +38,7 @@ from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.commands import DTYPES, add_device_argument
 from llava.utils.pixels import upright
 
@@ -131,8 +132,10 @@ def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The fields of a model's config.json.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none; or code may run, and others can write where it is loaded from.
     """
+    if trust_remote_code:
+        refuse_shared_variable("HF_MODULES_CACHE")
     message = "it names no model_type"
     try:
         fields = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]

@@ -114,10 +114,8 @@ def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     if plan.devices.on_gpu:
         return {}
     variables = preloads(environment, plan.python)
-    if libraries := variables.get("LD_PRELOAD"):
-        print(
-            f"note: {libraries.replace(':', ' and ')} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True
-        )
+    if library := variables.get("LD_PRELOAD"):
+        print(f"note: {library} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True)
     return variables | considerate(plan, environment)
 
 

@@ -1,22 +1,16 @@
-"""How a CPU run uses its machine: an allocator that keeps its memory, MKL's fast kernels, threads that may sleep.
+"""How a CPU run uses its machine: an allocator that keeps its memory, threads that may sleep.
 
 A training step allocates gigabytes and frees them. glibc returns large blocks to the system, which must clear every
-page again: one page fault for each 4 KiB that a step uses. MKL, from which PyTorch's wheels take fp32 products and
-fp32 attention, keeps its kernels for AVX2 and AVX-512 from AMD's CPUs: products take up to twice as long. PyTorch's
-threads (OpenMP) spin while they wait for each other. Alone that is fastest; beside a program that takes a core it is
-several times slower, because a waiting thread holds the core that another one needs (docs/clusters.md has the
-measurements).
+page again: one page fault for each 4 KiB that a step uses. PyTorch's threads (OpenMP) spin while they wait for each
+other. Alone that is fastest; beside a program that takes a core it is several times slower, because a waiting thread
+holds the core that another one needs (docs/clusters.md has the measurements).
 """
 
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
 from ctypes.util import find_library
 from pathlib import Path
-
-from llava.utils.files import replacing
 
 # The library's name, and the variables that make it keep its memory; the first library that is installed is taken.
 # mimalloc comes as a wheel (pyproject.toml); the system must clear its huge pages, which takes longer than they save.
@@ -27,33 +21,22 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     MIMALLOC: {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
-# MKL calls this function and chooses its kernels by the answer.
-_MKL_ANSWER = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
-_MKL_LIBRARY = "libmkl_as_on_intel.so"
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}  # GCC's OpenMP takes the second, others the first
 _SAMPLE_SECONDS = 0.3
 _SPARE = 0.3  # of a core, which the machine's own services may take
 
 
 def preloads(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """The variables that load what makes a CPU run faster: an allocator, MKL's kernels; empty where the user chose.
+    """The variables that put an installed allocator in glibc's place; empty without one, or where the user chose.
 
     Args:
         python: the interpreter that will run, whose environment may have the allocator's wheel.
     """
     if "LD_PRELOAD" in environment:
         return {}
-    variables = keeping_allocator(environment, python)
-    libraries = [variables.pop("LD_PRELOAD", None), mkl_as_on_intel(environment)]
-    # The loader takes a space or a colon for the end of a path.
-    loadable = [library for library in libraries if library and not {" ", ":"} & set(library)]
-    return variables | ({"LD_PRELOAD": ":".join(loadable)} if loadable else {})
-
-
-def keeping_allocator(environment: Mapping[str, str], python: str) -> dict[str, str]:
-    """The variables that put an installed allocator in glibc's place; empty without one."""
     for name, variables in ALLOCATORS.items():
-        if library := wheels_mimalloc(python) if name == MIMALLOC else find_library(name):
+        library = wheels_mimalloc(python) if name == MIMALLOC else find_library(name)
+        if library and not {" ", ":"} & set(library):  # either ends a path for the loader
             return {"LD_PRELOAD": library} | {k: v for k, v in variables.items() if k not in environment}
     return {}
 
@@ -62,30 +45,6 @@ def wheels_mimalloc(python: str) -> str | None:
     """The path of mimalloc's library in an interpreter's environment; None without the wheel."""
     found = Path(python).parent.parent.glob("lib/python3*/*-packages/cmeel.prefix/lib/libmimalloc.so.3")
     return next(map(str, found), None)
-
-
-def mkl_as_on_intel(environment: Mapping[str, str], cpu: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The path of a library with which MKL takes on AMD's CPUs the kernels that it has for Intel's.
-
-    It is compiled once into the user's cache. None on other CPUs, on AMD's without AVX2, without a C compiler, and
-    where ATEN_CPU_CAPABILITY makes PyTorch itself do without the CPU's widest instructions.
-    """
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    try:
-        library = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llava", _MKL_LIBRARY)
-        words = set(cpu.read_text().split())
-        widest = "avx512" if "avx512f" in words else "avx2"
-        wanted = environment.get("ATEN_CPU_CAPABILITY", widest) == widest
-        if not wanted or not {"AuthenticAMD", "avx2"} <= words or not (library.is_file() or compiler):
-            return None
-        if not library.is_file():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(library, contended=True) as partial:
-                command = [str(compiler), "-shared", "-fPIC", "-x", "c", "-o", str(partial), "-"]
-                subprocess.run(command, input=_MKL_ANSWER, text=True, check=True, capture_output=True)
-    except (OSError, RuntimeError, subprocess.CalledProcessError):  # no home, a full disk, a compiler without headers
-        return None
-    return str(library)
 
 
 def wait_policy(environment: Mapping[str, str], threads: int, idle: float) -> dict[str, str]:

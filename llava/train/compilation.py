@@ -16,6 +16,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.utils.code_folders import refuse_shared_variable
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ def compile_tower(model: LlavaMetaForCausalLM, backend: str = "inductor") -> Non
 
 
 def _compile(layers: Iterable[Any], backend: str) -> None:
+    refuse_shared_variable("TORCHINDUCTOR_CACHE_DIR")
+    refuse_shared_variable("TRITON_CACHE_DIR")
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
     kinds: dict[type, Callable[..., Any]] = {}
     for layer in layers:

@@ -17,6 +17,7 @@ from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LIGER_MINIMUM, has_liger
 from llava.train.compilation import missing_compiler
+from llava.utils.code_folders import refuse_shared_variable
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def set_up_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
         if reason and torch.cuda.is_available():  # on a CPU nobody expects them
             logger.info("the decoder runs on PyTorch's kernels, not on Liger's: %s", reason)
     if args.use_liger_kernel:
+        refuse_shared_variable("TRITON_CACHE_DIR")
         logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)  # it warns of kernels for other devices
         apply_liger(model)
         if not args.compile_layers:

@@ -1,10 +1,7 @@
 """The launcher's parts as functions: flags, batch, devices, launch command, inputs, names, load."""
 
-import ctypes
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +12,7 @@ import pytest
 from llava.launch.__main__ import considerate, for_the_cpu
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
-from llava.launch.cpu import idle_cores, mkl_as_on_intel, preloads, wait_policy, wheels_mimalloc
+from llava.launch.cpu import idle_cores, preloads, wait_policy, wheels_mimalloc
 from llava.launch.devices import Devices, resolve_devices, shared_memory_note
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master, check_model
@@ -425,7 +422,6 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
     wheel = "libmimalloc.so.4" if "mimalloc" in installed else None
     monkeypatch.setattr("llava.launch.cpu.wheels_mimalloc", lambda python: wheel)
-    monkeypatch.setattr("llava.launch.cpu.mkl_as_on_intel", lambda environment: None)
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
@@ -436,63 +432,14 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     assert "MALLOC_CONF" not in chosen
 
 
-AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 avx512f avx512_bf16\n"
-
-
-def test_mkl_takes_intels_kernels_on_amd_alone(tmp_path, monkeypatch):
-    cpu, home = tmp_path / "cpuinfo", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for words in (AMD.replace("AuthenticAMD", "GenuineIntel"), AMD.replace("avx2 avx512f ", "")):
-        cpu.write_text(words)
-        assert mkl_as_on_intel(home, cpu) is None
-    cpu.write_text(AMD)
-    assert mkl_as_on_intel(home | {"ATEN_CPU_CAPABILITY": "avx2"}, cpu) is None
-    assert mkl_as_on_intel(home, tmp_path / "none") is None
-    (tmp_path / "file").touch()
-    assert mkl_as_on_intel({"XDG_CACHE_HOME": str(tmp_path / "file")}, cpu) is None
-    monkeypatch.setattr("llava.launch.cpu.shutil.which", lambda name: None)
-    assert mkl_as_on_intel(home, cpu) is None
-
-
-@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("words", [AMD, AMD.replace("avx512f avx512_bf16", "")], ids=["avx512", "avx2"])
-def test_what_mkl_asks_is_answered_by_a_library_that_is_compiled_once(tmp_path, monkeypatch, words):
-    cpu, home = tmp_path / "cpuinfo", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    cpu.write_text(words)
-    library = mkl_as_on_intel(home, cpu)
-    assert ctypes.CDLL(library).mkl_serv_intel_cpu_true() == 1
-    monkeypatch.setattr("llava.launch.cpu.shutil.which", lambda name: None)
-    assert mkl_as_on_intel(home, cpu) == library
-    widest = "avx512" if "avx512f" in words else "avx2"
-    assert mkl_as_on_intel(home | {"ATEN_CPU_CAPABILITY": widest}, cpu) == library
-    monkeypatch.setattr("llava.launch.cpu.find_library", lambda name: "libtcmalloc.so.4")
-    monkeypatch.setattr("llava.launch.cpu.mkl_as_on_intel", lambda environment: "libanswer.so")
-    assert preloads({}) == {"LD_PRELOAD": "libtcmalloc.so.4:libanswer.so"}
-    monkeypatch.setattr("llava.launch.cpu.mkl_as_on_intel", lambda environment: "my cache/libanswer.so")
-    assert preloads({}) == {"LD_PRELOAD": "libtcmalloc.so.4"}
-
-
-PRODUCTS = """
-import ctypes, pathlib, torch
-torch.manual_seed(0)
-a, b = torch.randn(300, 576), torch.randn(576, 192)
-q, k, v = torch.randn(3, 1, 2, 70, 64)
-attend = torch.nn.functional.scaled_dot_product_attention
-pairs = (a @ b, a.double() @ b.double()), (attend(q, k, v), attend(q.double(), k.double(), v.double()))
-print(ctypes.CDLL(pathlib.Path(torch.__file__).parent / "lib/libtorch_cpu.so").mkl_serv_cpu_detect())
-print([((x - y).norm() / y.norm()).item() for x, y in pairs])
-"""
-
-
-@pytest.mark.skipif(mkl_as_on_intel({}) is None, reason="needs an AMD CPU with AVX2 and a C compiler")
-def test_mkl_takes_wider_kernels_on_amd_and_its_products_are_those_of_float64():
-    kernels = {}
-    for library in ("", mkl_as_on_intel({})):
-        environment = os.environ | {"LD_PRELOAD": library}
-        printed = subprocess.check_output([sys.executable, "-c", PRODUCTS], env=environment, text=True)
-        kernel, errors = printed.splitlines()
-        kernels[library] = int(kernel)
-        assert max(json.loads(errors)) < 1e-6
-    assert kernels[mkl_as_on_intel({})] > kernels[""]
+def test_no_library_is_loaded_that_was_made_outside_the_environment_and_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr("llava.launch.cpu.find_library", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "llava").mkdir()
+    for name in ("libmkl_as_on_intel.so", "libmkl_avx512_on_amd.so", "libmimalloc.so.3"):
+        (tmp_path / "llava" / name).touch()
+    loaded = preloads({"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}, sys.executable).get("LD_PRELOAD", "")
+    assert loaded in ("", wheels_mimalloc(sys.executable))
 
 
 def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_trains(tmp_path):
