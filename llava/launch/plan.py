@@ -4,7 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from llava.launch.batch import Batch, resolve_batch
 from llava.launch.command import Launch, resolve_launch
 from llava.launch.devices import Devices, gpu_memory, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
-from llava.launch.inputs import HUB, Input, check_inputs
+from llava.launch.inputs import HUB, MISSING, Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
 from llava.utils.paths import shipped
@@ -87,11 +87,25 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     added = (str(batch.accumulation), environment.get("BF16") or bf16, environment.get("TF32") or tf32, run_name)
     flags = flags.before(**dict(zip(ADDED, added, strict=True)))
     launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
-    inputs = check_inputs(environment, flags, devices, launch)
+    inputs = [*missing_deepspeed(environment, flags, launch), *check_inputs(environment, flags, devices, launch)]
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
     others = other_nodes({**environment, **launch.environment}, launch.by_ssh) if devices.nodes > 1 else []
     memory = gpu_memory(environment) if devices.on_gpu and flags.value("deepspeed") == "auto" else None
     return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others), memory)
+
+
+def missing_deepspeed(environment: Mapping[str, str], flags: Flags, launch: Launch) -> Iterator[Input]:
+    """The package DeepSpeed, where the run needs it and the caller's own environment, a wheel's too, lacks it."""
+    python = environment.get("LLAVA_PYTHON", "")  # without it scripts/setup.sh installs the package
+    if python and (flags.value("deepspeed") or launch.launcher == "deepspeed") and lacks(python, "deepspeed"):
+        advice = f"{python} -m pip install deepspeed; or, on one device, set DEEPSPEED_CONFIG="
+        yield Input(MISSING, "DEEPSPEED", "the package is not installed", advice)
+
+
+def lacks(python: str, package: str) -> bool:
+    """Whether an interpreter runs and does not find a package."""
+    code = f"from importlib.util import find_spec; print(find_spec({package!r}) is None)"
+    return output_of(python, code) == "True"
 
 
 def tracker(python: str) -> str:
@@ -164,7 +178,11 @@ def kernels(plan: Plan) -> str:
 
 def installed_version(python: str, package: str) -> str:
     """The version that an interpreter's environment has, or an empty text."""
-    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return output_of(python, f"from importlib.metadata import version; print(version({package!r}))")
+
+
+def output_of(python: str, code: str) -> str:
+    """What an interpreter prints when it runs `code`, or an empty text."""
     try:
         return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
     except OSError:

@@ -3,14 +3,17 @@
 Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import TransformersKwargs
 
 from llava.anyres import CropRules, Picture, has_newline
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -40,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 # Flags that become config fields of the same name, besides the norm's.
 PROJECTOR_FIELDS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
+
+# The name of the cache in the library: `cache` in newer releases, which `generate` passes.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
@@ -430,8 +436,15 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         With `labels` in training mode, or with `loss_only`, only supervised positions reach the LM head and `logits` is
         None (and with `padding_free` the samples form one row); otherwise logits [B, S', C] are returned.
         `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's layout,
-        which the collator makes; without one it is made here, which waits for the device.
+        which the collator makes; without one it is made here, which waits for the device. The cache may also come as
+        `cache`, its name in newer releases of the library.
+
+        Raises:
+            TypeError: neither this function nor the decoder knows an argument.
         """
+        if (newer := kwargs.pop("cache", None)) is not None:
+            past_key_values = newer
+        self._refuse_unknown(kwargs)
         training_loss = labels is not None and (self.training or loss_only)
         crops: Any = images  # with the collator's layout, these are the crops of its pictures
         if layout is None and inputs_embeds is None and training_loss and self.padding_free and input_ids is not None:
@@ -454,8 +467,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=False if training_loss or layout is not None else use_cache,
+            **{CACHE: past_key_values},
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -472,9 +485,34 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
+        )
+
+    def _refuse_unknown(self, arguments: dict[str, Any]) -> None:
+        """Raises TypeError for arguments that the decoder would silently ignore."""
+        known = decoder_arguments(type(self.get_model()))
+        if unknown := [name for name, value in arguments.items() if value is not None and name not in known]:
+            raise TypeError(
+                f"{type(self).__name__}.forward: unknown argument {', '.join(unknown)}; leave it out, or install a "
+                "release of transformers that docs/install.md names"
+            )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """The library's inputs of a step; without a cache they begin with the prompt, which the library would drop."""
+        if inputs_embeds is not None and not kwargs.get("use_cache", True):
+            inputs_embeds = torch.cat([inputs_embeds, self.get_model().embed_tokens(input_ids)], dim=1)
+            is_first_iteration = True  # else the library takes `input_ids`, the answer so far, alone
+        parent: Any = super()
+        return parent.prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
 
     @torch.no_grad()
@@ -515,6 +553,13 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
         return parent.generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+
+@cache
+def decoder_arguments(decoder: type[nn.Module]) -> frozenset[str]:
+    """The arguments that a decoder's forward knows, by name or as those of every decoder of the library."""
+    named = inspect.signature(decoder.forward).parameters
+    return frozenset(named) | TransformersKwargs.__optional_keys__ | {"return_dict"}
 
 
 def text_lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:

@@ -284,6 +284,19 @@ def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monke
     assert resolve(environment, "e", [*words, "wandb"]).flags.value("report_to") == "wandb"
 
 
+@pytest.mark.parametrize(("option", "state"), [("", "found"), ("-S", "MISSING")])  # -S: without installed packages
+def test_a_missing_deepspeed_is_said_before_anything_is_found(tmp_path, option, state):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {option} "$@"\n')
+    python.chmod(0o755)
+    words = ["--per_device_train_batch_size", "1", "--output_dir", "out"]
+    environment = {"GLOBAL_BATCH": "1", "NUM_GPUS": "1", "LLAVA_PYTHON": str(python)}
+    first = resolve(environment, "e", [*words, "--deepspeed", "deepspeed_configs/zero3.json"]).inputs[0]
+    assert (first.state, first.what.lower()) == (state, "deepspeed")
+    assert state == "found" or f"{python} -m pip install deepspeed" in first.hint
+    assert not resolve(environment, "e", words).inputs
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
