@@ -76,9 +76,9 @@ step() {
 make_venv() {
   local python="${PYTHON:-python3}" version
   version=$(python_version "$python")
-  [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.11 or newer"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "PYTHON=$python is Python $version; 3.11 or newer is needed; set PYTHON to a newer Python"
+  [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.11, 3.12 or 3.13"
+  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
+    fail "PYTHON=$python is Python $version; expected 3.11, 3.12 or 3.13; set PYTHON to one of them"
   step "virtual environment .venv (Python $version)" "$python" -m venv --clear .venv
 }
 

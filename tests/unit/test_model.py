@@ -14,6 +14,7 @@ from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.context import context_length
+from llava.model.llava_arch import CACHE
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.pictures import match_images
 from llava.train.arguments import ModelArguments
@@ -317,6 +318,48 @@ def test_generate_equals_greedy_decoding_by_hand(model):
         token = model(sequence, images=image).logits[:, -1].argmax(-1, keepdim=True)
         assert token == new[0, step]
         sequence = torch.cat([sequence, token], dim=1)
+
+
+def prompt_dependent(tiny):
+    """A model whose next token depends on its whole prompt, unlike that of the untrained ones."""
+    model = make(tiny)
+    with torch.no_grad():
+        model.get_model().embed_tokens.weight.div_(5)
+        for layer in model.get_model().layers:
+            layer.self_attn.v_proj.weight.mul_(20)
+            layer.self_attn.o_proj.weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_every_token_of_an_answer_sees_the_whole_prompt(tiny, use_cache):
+    model = prompt_dependent(tiny)
+    batch = torch.tensor([[5, IMG, 6, 9, 0, 0], [7, 8, IMG, 9, 10, 11]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    new = model.generate(batch, attention_mask=mask, images=pictures(2), use_cache=use_cache, **options)
+    for row, (ids, image) in enumerate(((batch[:1, :4], pictures(2)[:1]), (batch[1:], pictures(2)[1:]))):
+        for token in new[row]:
+            assert token == model(ids, images=image).logits[0, -1].argmax()
+            ids = torch.cat([ids, token[None, None]], dim=1)
+        assert model(ids[:, -3:-1]).logits[0, -1].argmax() != ids[0, -1]  # the prompt matters
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_is_taken_by_either_name(model, name):
+    ids, image = torch.tensor([[5, IMG, 6, 7]]), pictures(1)
+    first = model(ids[:, :3], images=image, use_cache=True)
+    second = model(ids[:, 3:], **{name: first[CACHE]})
+    assert first[CACHE].get_seq_length() == ids.shape[1] + V - 1
+    torch.testing.assert_close(second.logits[:, -1], model(ids, images=image).logits[:, -1])
+
+
+def test_an_unknown_argument_is_refused_and_those_of_the_library_are_taken(model):
+    ids, image = torch.tensor([[5, IMG, 6]]), pictures(1)
+    with pytest.raises(TypeError, match=r"LlavaLlamaForCausalLM.forward: unknown argument kv_store"):
+        model(ids, images=image, kv_store=1, output_attentions=False)
+    known = {"num_items_in_batch": torch.tensor(2), "output_hidden_states": True, "return_dict": True}
+    assert len(model(ids, images=image, **known).hidden_states) == SIZES["num_hidden_layers"] + 1
 
 
 def test_text_only_model_generates_and_refuses_images(tiny):
