@@ -312,11 +312,6 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
     return get_template(name)
 
 
-def sampling_options(temperature: float, **others: Any) -> dict[str, Any]:
-    """Options of `generate` for a temperature, 0 for greedy decoding; `others` only matter for sampling."""
-    return {"do_sample": True, "temperature": temperature, **others} if temperature > 0 else {"do_sample": False}
-
-
 def is_captioner(template: Conversation) -> bool:
     """Whether the template has no questions (`plain`, stage 1): the model writes a caption whatever the question."""
     return template.sep_style is SeparatorStyle.PLAIN

@@ -163,9 +163,12 @@ def described(checkpoint: Path, questions: int) -> Results:
     """
     if not (checkpoint / "config.json").is_file():
         raise PlaygroundError(f"{checkpoint}: no checkpoint; --arm expects the output folder of a finished training")
+    from llava.model.decoding import GREEDY, evaluation_record, other_settings, read_generation_config  # takes seconds
+
     versions = {package: version_of(package) for package in PACKAGES}
     versions |= {LLAVA_CODE: code_digest(PLAYGROUND), LLAVA_COMMIT: git_commit()}
     settings = {"questions": questions, "dtype": fastest_dtype()}
+    settings |= evaluation_record(other_settings(read_generation_config(str(checkpoint))), GREEDY)
     command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
     return Results(str(checkpoint), revision(str(checkpoint)) or "", command, versions, settings, created="")
 
@@ -237,6 +240,7 @@ def answers_under(
     from llava.analysis.interventions import GREY
     from llava.asking import Asked, batch_answers
     from llava.data.images import ImageStore
+    from llava.model.decoding import evaluation_options
 
     store = ImageStore(images, follow_links=True)
 
@@ -251,7 +255,7 @@ def answers_under(
         return Asked([turn], [record["image"]])
 
     questions = list(map(question, records))
-    options = {"do_sample": False, "max_new_tokens": longest_answer(records, assistant.tokenizer)}
+    options = evaluation_options(longest_answer(records, assistant.tokenizer))
     texts: dict[int, str] = {}
     expected: list[float] = []
     with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():

@@ -110,14 +110,15 @@ class Recipe:
             FileNotFoundError: nothing has been trained.
             ValueError: the picture cannot be read, or the checkpoint cannot answer.
         """
-        from llava.asking import load_picture, sampling_options  # takes seconds
+        from llava.asking import load_picture  # takes seconds
         from llava.constants import DEFAULT_IMAGE_TOKEN
+        from llava.model.decoding import evaluation_options
 
         assistant = self._loaded()
         if isinstance(picture, str | os.PathLike):
             picture = load_picture(os.fspath(picture), called="picture")
         turns = [{"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
-        options |= {"max_new_tokens": max_new_tokens, **sampling_options(temperature)}
+        options = evaluation_options(max_new_tokens, temperature) | options
         return assistant.answer([turns], [picture], **options)[0]
 
     def _environment(self, stage: str, variables: dict[str, Value]) -> dict[str, str]:

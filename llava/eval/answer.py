@@ -97,7 +97,8 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     """Answers the questions that `--output` has no answers to yet."""
     import torch  # this and what follows take seconds
 
-    from llava.asking import batch_answers, chosen_assistant, is_captioner, sampling_options
+    from llava.asking import batch_answers, chosen_assistant, is_captioner
+    from llava.model.decoding import evaluation_options, evaluation_record, unused
 
     output, settings = args.output, answer_settings(questions, args)
     if (
@@ -115,12 +116,13 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     if is_captioner(assistant.template):
         print(f"note: {args.model_path} is a captioner (template plain): it writes captions and ignores the questions")
     places = fitting(questions, sizes, assistant, args.on_bad_record)
+    if note := unused(args.model_path, assistant.model.file_decoding):
+        print(f"note: {note}")
     if args.overwrite:
         output.unlink(missing_ok=True)
-    write_record(output, settings, len(places))
+    options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
+    write_record(output, settings, len(places), evaluation_record(assistant.model.file_decoding, options))
     window = WINDOW * args.batch_size
-    options = sampling_options(args.temperature, top_p=args.top_p)
-    options |= {"num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
     done, end = complete_windows(output, [questions[place] for place in places], window)
     with open(output, "ab") as file, progress(len(places), "answering", "questions", done=done) as bar:
         file.truncate(end)

@@ -16,9 +16,9 @@ def _record_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
-def write_record(output: Path, settings: Mapping[str, object], count: int) -> None:
-    """Writes the settings and the final number of answers next to `output`, in one step."""
-    write_json(_record_file(output), {"asked": settings, "count": count})
+def write_record(output: Path, settings: Mapping[str, object], count: int, decoding: Mapping[str, object]) -> None:
+    """Writes the settings, the final number of answers and `evaluation_record` next to `output`, in one step."""
+    write_json(_record_file(output), {"asked": settings, "count": count, **decoding})
 
 
 def recorded(output: Path) -> dict[str, Any] | None:

@@ -175,6 +175,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     from llava.asking import choose_template, is_captioner  # these take seconds
     from llava.model.builder import read_config
     from llava.model.context import context_length
+    from llava.model.decoding import evaluation_record, other_settings, read_generation_config, unused
 
     config = read_config(args.checkpoint)
     template = choose_template(config, args.checkpoint, args.conv_template)
@@ -185,6 +186,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     name = args.conv_template or config.mm_conv_version
     chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
     chosen["context"] = context_length(config)
+    own = other_settings(read_generation_config(args.checkpoint))
+    if note := unused(args.checkpoint, own):
+        print(f"note: {note}")
+    chosen |= evaluation_record(own, "as each task says; greedy where it says nothing")
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
 
 

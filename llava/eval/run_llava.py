@@ -38,7 +38,8 @@ def eval_model(args: Any) -> str:
         ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there once
             for every picture.
     """
-    from llava.asking import is_captioner, load_assistant, load_picture, sampling_options  # takes seconds
+    from llava.asking import is_captioner, load_assistant, load_picture  # these take seconds
+    from llava.model.decoding import evaluation_options, unused
 
     bound = getattr(args, "max_image_aspect_ratio", MAX_ASPECT_RATIO)  # LLaVA's function is called without it
     sources = args.image_file.split(args.sep)
@@ -50,12 +51,12 @@ def eval_model(args: Any) -> str:
             f"note: {args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query",
             file=sys.stderr,
         )
+    if note := unused(args.model_path, assistant.model.file_decoding):
+        print(f"note: {note}", file=sys.stderr)
     (answer,) = assistant.answer(
         [[{"from": "human", "value": question}]],
         pictures,
-        num_beams=args.num_beams,
-        max_new_tokens=args.max_new_tokens,
-        **sampling_options(args.temperature, top_p=args.top_p),
+        **evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams),
     )
     print(answer)
     return answer

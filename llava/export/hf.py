@@ -36,6 +36,7 @@ from llava.export.source import answering_template, refuse_plugins
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
+from llava.model.decoding import token_ids_alone, unused
 from llava.model.hf_folder import CARRIED, NEXT, NEXT_NORM, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -99,6 +100,8 @@ def export(
         write_processor(image_processor, fields, model.crop_rules(), folder)
         write_model(model, fields, folder, max_shard_size)
         generation_config(model, tokenizer, template).save_pretrained(folder)
+        if note := unused(model_path, model.file_decoding):
+            logger.warning("%s; pass them to generate", note)
         for name, text in remote_code.code_files(fields["model_type"]).items():
             (folder / name).write_text(text)
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
@@ -299,8 +302,8 @@ def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:
 def generation_config(
     model: LlavaMetaForCausalLM, tokenizer: PreTrainedTokenizerBase, template: Conversation
 ) -> GenerationConfig:
-    """The checkpoint's generation config, which also stops at the token that closes an answer of the template."""
-    settings = model.generation_config
+    """The checkpoint's token ids alone, which also stop at the token that closes an answer of the template."""
+    settings = token_ids_alone({}, model.generation_config)
     end = answer_end(template)
     ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     ids = list(encode_chunk(end, tokenizer)[0])

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from llava.export.folder import whole_folder
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
+from llava.model.decoding import unused
 from llava.model.hf_folder import is_hf_folder
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.utils.commands import DTYPES
@@ -48,6 +49,8 @@ def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None
     with whole_folder(output_dir, "llava", model_path) as folder:
         model = load_as_stored(model_path, config, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if note := unused(model_path, model.file_decoding):
+            logger.warning("%s", note)
         save_tokenizer(load_tokenizer(model_path, padding_side="right"), folder)
         load_image_processor(model_path, model.get_vision_tower()).save_pretrained(folder)
     logger.info("%s written: %s in %s", output_dir.absolute(), type(model).__name__, model.dtype)

@@ -9,6 +9,7 @@ from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokeniz
 
 from llava.mm_utils import load_tokenizer
 from llava.model.context import context_length
+from llava.model.decoding import other_settings, read_generation_config, token_ids_alone
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -196,6 +197,9 @@ def _load_on_base(
     for field, value in config.to_dict().items():
         if field.startswith(("mm_", "image_", "tokenizer_")):
             setattr(model.config, field, value)
+    fields = read_generation_config(model_path)  # the base's settings are not those of what was trained on it
+    model.generation_config = token_ids_alone(fields, model.generation_config)
+    model.file_decoding = other_settings(fields)
     decoder = model.get_model()
     tensors = read_non_lora(model_path) if is_lora else {}
     if decoder.get_vision_tower() is None:

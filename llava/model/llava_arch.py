@@ -5,13 +5,14 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
-from transformers import Cache, LlamaModel
+from transformers import Cache, GenerationConfig, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
 
@@ -22,6 +23,7 @@ from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.context import check_fits
 from llava.model.crops import line_up
+from llava.model.decoding import HUB_OPTIONS, SAMPLING, other_settings, read_generation_config, token_ids_alone
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -46,8 +48,6 @@ PROJECTOR_FIELDS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_se
 
 # The name of the cache in the library: `cache` in newer releases, which `generate` passes.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
-
-SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
 # The classes that the mixins are mixed into; at run time the mixins must not inherit from them.
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     padding_free = False  # True runs training batches as one row without padding, by a backend of llava.model.attention
+    file_decoding: Mapping[str, Any] = MappingProxyType({})  # the checkpoint's `other_settings`
 
     def get_adapter_state_dict(self, adapter_name: str | None = None, state_dict: dict | None = None) -> dict:
         # To decide about the embedding PEFT would read the base's config as ours; no recipe adapts or resizes it.
@@ -222,13 +223,19 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         """Loads a LLaVA checkpoint, or a plain language model of the same family.
 
         A checkpoint without tower weights (upstream's full fine-tunes of LLaVA-1.5) takes them from
-        `config.mm_vision_tower`.
+        `config.mm_vision_tower`. Of generation_config.json the model keeps the token ids; `file_decoding` has the rest.
 
         Raises:
             ValueError: the checkpoint lacks parameters that its config announces.
         """
+        hub_options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        fields = read_generation_config(pretrained_model_name_or_path, **hub_options)
+        requested = kwargs.pop("generation_config", None)
+        kwargs["generation_config"] = GenerationConfig()  # the library would read the file, and refuse some
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
+        model.generation_config = requested or token_ids_alone(fields, model.config)
+        model.file_decoding = other_settings(fields)
         # Keys are LLaVA's already. When it saves under ZeRO-3, the library would undo renamings that never took place,
         # and double the encoder's prefix.
         model._weight_conversions = []
@@ -542,7 +549,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         kwargs.pop("position_ids", None)
         if kwargs.get("do_sample") is False:
             # Harnesses pass temperature=0 nevertheless. Greedy decoding reads none of these; the library would warn.
-            kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
+            kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING}
         parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
             check_fits(text_lengths(inputs, attention_mask), self.config)

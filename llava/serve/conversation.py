@@ -6,9 +6,11 @@ import sys
 from PIL import Image
 from transformers import TextStreamer
 
-from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture, sampling_options
+from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.model.decoding import FOLLOWED, SAMPLING, chat_options, chat_temperature, sampling_options, unused
 
+TEMPERATURE = 0.2  # where neither --temperature nor the checkpoint's generation_config.json says one
 COMMANDS = "/image PATH another picture, /reset clear the conversation, /quit end, /help this line"
 
 
@@ -32,6 +34,11 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
             f"--model-path {args.model_path} has the template 'plain' (stage 1), which has no turns: get its caption "
             "with python -m llava.eval.run_llava, or name another template by --conv-mode"
         )
+    if settings := assistant.model.file_decoding:
+        used = settings.keys() & {"do_sample", *FOLLOWED, *SAMPLING}
+        say(f"{assistant.name}/generation_config.json: used unless a flag says otherwise: {', '.join(sorted(used))}")
+        if note := unused(assistant.name, {name: settings[name] for name in settings.keys() - used}):
+            say(note)
     return assistant
 
 
@@ -76,7 +83,8 @@ def answer(
     assistant: Assistant, picture: Image.Image, turns: list[dict[str, str]], question: str, args: argparse.Namespace
 ) -> list[dict[str, str]]:
     """Prints the answer; returns the turns with question and answer, or unchanged if no answer could be given."""
-    asked = with_question(turns, question)
+    asked, settings = with_question(turns, question), assistant.model.file_decoding
+    temperature = chat_temperature(settings, TEMPERATURE) if args.temperature is None else args.temperature
     streamer = AnswerStreamer(assistant)
     try:
         assistant.prompt_ids(asked, [picture])
@@ -90,7 +98,7 @@ def answer(
             [picture],
             max_new_tokens=args.max_new_tokens,
             streamer=streamer,
-            **sampling_options(args.temperature),
+            **chat_options(settings, sampling_options(temperature)),
         )
     except KeyboardInterrupt:
         print(flush=True)

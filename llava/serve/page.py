@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from llava.analysis.inputs import PLAYGROUND
-from llava.asking import sampling_options
 from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.model.decoding import chat_temperature, sampling_options
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question, without_open_question
 from llava.serve.conversation import load_chat_assistant
 from llava.serve.uploads import may_be_served, refuse_other_files
@@ -282,7 +282,8 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     reset = gradio.Button("Reset", min_width=80)
                 message = gradio.HTML()
                 with gradio.Accordion("Settings", open=False):
-                    temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0: the likeliest token)")
+                    start = chat_temperature(arms[0].assistant.model.file_decoding, 0)
+                    temperature = gradio.Slider(0, 2, start, step=0.1, label="Temperature (0: the likeliest token)")
                     longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Maximum tokens of an answer")
         outputs, chats = [state, message], []
         with gradio.Row():

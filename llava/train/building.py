@@ -17,6 +17,7 @@ from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
 from llava.model.context import context_length
+from llava.model.decoding import unused
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import TOWER
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -94,6 +95,8 @@ def build_model(
         **quantized_loading(training_args, frozen_dtype),
     )
     prepare_quantized(model, training_args, frozen_dtype)
+    if note := unused(model_args.model_name_or_path, model.file_decoding):
+        logger.info("%s (recorded in run.json)", note)
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()

@@ -22,6 +22,7 @@ from llava.asking import Asked, Assistant, batch_answers, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import Record, record_images
+from llava.model.decoding import evaluation_options
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.utils.intervals import share_interval
 from llava.utils.progress import progress
@@ -101,8 +102,7 @@ class Questions:
         """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
         dataset = self.dataset
         assistant = Assistant("--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template)
-        options = {"do_sample": False, "use_cache": True, "max_new_tokens": self.max_new_tokens}
-        options["synced_gpus"] = is_deepspeed_zero3_enabled()
+        options = evaluation_options(self.max_new_tokens) | {"synced_gpus": is_deepspeed_zero3_enabled()}
         records = [dataset.records[i] for i in self.indices]
         asked = [Asked(record["conversations"][:1], record_images(record)) for record in records]
         batches = batch_answers(assistant, asked, dataset.images.open, self.batch_size, at_batch, **options)

@@ -2,7 +2,8 @@
 
 `run.json` is written before the first step: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}},
 ...]}`, with one start, and one more for each time the run was continued from a checkpoint. `configuration` comes from
-`llava.train.run_identity`; `provenance` says when, where, on which processor and by which command.
+`llava.train.run_identity`; `provenance` says when, where, on which processor and by which command, how held-out
+questions are answered, and which settings of the base's generation_config.json the run does not use.
 """
 
 import datetime
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from llava.data.dataset import LazySupervisedDataset
+from llava.model.decoding import GREEDY
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.run_identity import Settings, run_configuration
@@ -59,7 +61,8 @@ def write_run_record(
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []
-        starts.append({"configuration": configuration, "provenance": provenance()})
+        started = {"base_generation_config": dict(model.file_decoding), "heldout_decoding": GREEDY}
+        starts.append({"configuration": configuration, "provenance": provenance() | started})
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
         write_text(path, text + "\n", synced=True)
