@@ -35,9 +35,10 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
             "with python -m llava.eval.run_llava, or name another template by --conv-mode"
         )
     if settings := assistant.model.file_decoding:
-        used = settings.keys() & {"do_sample", *FOLLOWED, *SAMPLING}
-        say(f"{assistant.name}/generation_config.json: used unless a flag says otherwise: {', '.join(sorted(used))}")
-        if note := unused(assistant.name, {name: settings[name] for name in settings.keys() - used}):
+        used = [name for name in settings if name in ("do_sample", *FOLLOWED, *SAMPLING)]
+        names = ", ".join(used) or "nothing"
+        say(f"{assistant.name}/generation_config.json: used unless a flag says otherwise: {names}")
+        if note := unused(assistant.name, {name: value for name, value in settings.items() if name not in used}):
             say(note)
     return assistant
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from tiny_models import make
 from training import LORA, flags
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
+from llava.compare.answers import described
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.eval.evaluate import settings_of
 from llava.export.hf import export
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import load_pretrained_model
@@ -52,6 +55,14 @@ def written(folder):
 
 
 @pytest.fixture(scope="module")
+def expected(repetitive):
+    """Its greedy answer."""
+    answer = answer_of(load_pretrained_model(str(repetitive), None, "llava", device="cpu")[1])
+    assert set(answer) <= {101, 102} and len(answer) == 8
+    return answer
+
+
+@pytest.fixture(scope="module")
 def repetitive(tiny, tmp_path_factory):
     """A checkpoint that says 101 and 102 over and over, unless something is in the way, and then 103 and 104."""
     folder, model = tmp_path_factory.mktemp("repetitive") / "model", make(tiny)
@@ -83,12 +94,9 @@ def exported_answer(model):
 
 
 @pytest.mark.parametrize("name", [*FILES, *BROKEN])
-def test_greedy_answers_here_and_in_the_export_do_not_depend_on_the_file(repetitive, tmp_path, name):
+def test_greedy_answers_here_and_in_the_export_do_not_depend_on_the_file(repetitive, expected, tmp_path, name):
     ours = with_file(repetitive, tmp_path / "ours", (FILES | BROKEN)[name])
-    model = load_pretrained_model(str(ours), None, "llava", device="cpu")[1]
-    expected = answer_of(load_pretrained_model(str(repetitive), None, "llava", device="cpu")[1])
-    assert set(expected) <= {101, 102} and len(expected) == 8
-    assert answer_of(model) == expected
+    assert answer_of(load_pretrained_model(str(ours), None, "llava", device="cpu")[1]) == expected
     assert answer_of(AutoModelForCausalLM.from_pretrained(ours)) == expected  # as lm-eval loads it
     export(str(ours), tmp_path / "hf")
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
@@ -116,6 +124,13 @@ def test_lora_on_such_a_base_is_merged_without_its_settings(tiny, tmp_path):
     assert not model.file_decoding  # chat would follow the base's
     merge_lora(str(tmp_path / "lora"), None, str(tmp_path / "merged"))
     assert written(tmp_path / "merged") == IDS
+
+
+def test_records_of_scores_say_how_answers_are_decoded_and_which_settings_are_not_used(repetitive, tmp_path):
+    folder = with_file(repetitive, tmp_path / "model", FILES["penalty"])
+    args = Namespace(checkpoint=str(folder), conv_template=None, limit=None, mmlu_fewshot=5, batch_size=1, num_gpus=0)
+    for settings in (settings_of(args), described(folder, 3).settings):
+        assert settings["unused_generation_config"] == {"repetition_penalty": 1.5} and settings["decoding"]
 
 
 def test_ids_that_the_file_lacks_come_from_the_config_and_negative_ones_are_none():

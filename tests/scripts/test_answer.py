@@ -125,6 +125,22 @@ def test_a_line_has_the_fields_that_llavas_scripts_read(ask):
     assert first["model_id"] == second["model_id"] and first["answer_id"] != second["answer_id"]
 
 
+def test_the_record_names_the_decoding_and_what_the_checkpoints_file_says_besides(ask, checkpoint, tmp_path):
+    folder = tmp_path / "penalised"
+    shutil.copytree(checkpoint, folder)
+    ids = json.loads((folder / "generation_config.json").read_text())
+    unused = {"repetition_penalty": 9.0, "temperature": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(ids | unused))
+    result = ask([line("red"), line("blue")], model=folder)
+    assert result.status == 0 and "not used: repetition_penalty, temperature" in result.out
+    record = json.loads((tmp_path / "answers.jsonl.run.json").read_text())
+    assert record["decoding"] == {"do_sample": False, "num_beams": 1, "use_cache": True, "max_new_tokens": 8}
+    assert record["unused_generation_config"] == unused
+    sampled = ask([line("red")], "--temperature", "0.5", "--top-p", "0.9", output="sampled.jsonl", model=folder)
+    record = json.loads((tmp_path / "sampled.jsonl.run.json").read_text())["decoding"]
+    assert sampled.status == 0 and (record["temperature"], record["top_p"], record["top_k"]) == (0.5, 0.9, 50)
+
+
 def test_answers_are_scored_by_the_kind_and_answer_of_their_record(ask):
     records = [
         forms("red")["record"] | {"kind": "yes_no", "conversations": turns(f"<image>\n{ASK}", EXPECTED[0])},

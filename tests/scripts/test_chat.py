@@ -4,8 +4,10 @@ import ast
 import functools
 import http.server
 import io
+import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,6 +242,40 @@ def test_what_is_streamed_is_the_answer(talk, assistant):
         do_sample=False,
         max_new_tokens=8,
     )[0]  # fmt: skip
+
+
+@pytest.fixture
+def penalised(checkpoint, tmp_path):
+    """The checkpoint with a generation_config.json that forbids repetitions, samples, and cannot stream."""
+    folder = tmp_path / "penalised"
+    shutil.copytree(checkpoint, folder)
+    fields = json.loads((folder / "generation_config.json").read_text())
+    fields |= {
+        "no_repeat_ngram_size": 1,
+        "temperature": 0.7,
+        "top_k": 3,
+        "num_beams": 2,
+        "return_dict_in_generate": True,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_chat_follows_the_checkpoints_file_and_names_what_it_does_not(talk, penalised, assistant, monkeypatch):
+    passed = []
+    answer = Assistant.answer
+    monkeypatch.setattr(
+        Assistant,
+        "answer",
+        lambda self, *args, **options: passed.append(options) or answer(self, *args, **options),
+    )
+    result = talk(f"{LINE}\n", model=penalised)
+    assert result.status == 0 and "not used: num_beams, return_dict_in_generate" in result.error
+    args = cli.parser().parse_args(["--model-path", "x", "--image-file", "x", "--max-new-tokens", "8"])
+    conversation.answer(load_assistant(str(penalised)), Image.new("RGB", (20, 16)), [], LINE, args)
+    greedy, sampled = ({k: v for k, v in options.items() if k != "streamer"} for options in passed)
+    assert greedy == {"do_sample": False, "max_new_tokens": 8, "no_repeat_ngram_size": 1}
+    assert sampled == greedy | {"do_sample": True, "temperature": 0.7, "top_k": 3}
 
 
 def test_text_appears_before_the_answer_is_complete_and_without_its_end(assistant, capsys):
