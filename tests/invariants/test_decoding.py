@@ -104,6 +104,16 @@ def test_greedy_answers_here_and_in_the_export_do_not_depend_on_the_file(repetit
     assert written(tmp_path / "hf").keys() == IDS.keys()
 
 
+def test_every_end_that_the_file_lists_ends_an_answer(repetitive, expected, tmp_path):
+    last = expected[-1]
+    ours = with_file(repetitive, tmp_path / "ours", IDS | {"eos_token_id": [257, last], "repetition_penalty": 1.5})
+    export(str(ours), tmp_path / "hf")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
+    until = expected[: expected.index(last) + 1]
+    assert answer_of(load_pretrained_model(str(ours), None, "llava", device="cpu")[1]) == until
+    assert exported_answer(theirs) == until
+
+
 @pytest.mark.parametrize("name", ["Vicuna's", "penalty", "refused by the library"])
 def test_what_is_trained_has_the_bases_token_ids_alone_and_the_record_has_the_rest(tiny, tmp_path, name):
     base = with_file(tiny / "llama", tmp_path / "base", FILES[name])
