@@ -200,7 +200,7 @@ def fit(
     bar = progress(total, "tower: training", "s" if seconds else "steps")
     for pictures in batches(len(train.statements), batch_size, seed):
         done = time.monotonic() - start if seconds else step
-        bar.update(min(done, total) - bar.done)
+        bar.update(min(done, total) - bar.n)
         if done >= total:
             break
         loss = train_step(model, optimizer, train, pictures, done / total)

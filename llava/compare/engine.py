@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
 from llava.compare.lanes import Measurement, StageStep, Step, run_lanes, words_of
@@ -195,14 +197,16 @@ def at_work(folder: Path) -> Iterator[int]:
     Raises:
         ValueError: another call, or a training that it left, holds the folder; or it cannot be written.
     """
+    descriptors: list[int] = []
+    lock = FileLock(folder / ".lock", on_acquired=descriptors.append)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        take(lock, f"{folder} is in use by another call or by a training that it left", patience=60)
     except OSError as error:
         problem = f"{folder} cannot be written: {error.strerror}"
         raise ValueError(f"{problem}; set OUTPUT_ROOT or --output-dir to another folder") from None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with lock:
-        busy = f"{folder} is in use by another call or by a training that it left"
-        take(lock.fileno(), busy, float(os.environ.get("LOCK_SECONDS", "60")))
-        yield lock.fileno()
+    try:
+        yield descriptors[0]
+    finally:
+        lock.release()

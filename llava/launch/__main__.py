@@ -25,7 +25,6 @@ from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import Refusal, help_text, is_on
 from llava.launch.supervise import INTERRUPTED, supervise
 from llava.launch.variable_check import check_variables
-from llava.utils.locks import InUse, refuse_in_use
 from llava.utils.machine import available_cores, own_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
 from llava.utils.provenance import RUN_FILE
@@ -59,7 +58,7 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, writes the command into the output folder, trains, and returns the exit status.
 
     Raises:
-        Refusal: the output folder is in use or cannot be written.
+        Refusal: the output folder cannot be written.
     """
     first_node = node_rank(environment) in ("", "0")
     if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
@@ -71,14 +70,10 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry
     records = first_node and entry == plan.entry
     try:
-        if records:
-            refuse_in_use(plan.output_dir)
         plan.output_dir.mkdir(parents=True, exist_ok=True)
         run_before = run_file_stamp(plan.output_dir)
         if records and not any(plan.output_dir.iterdir()):
             record_command(plan)
-    except InUse as error:
-        raise Refusal(str(error)) from None
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
     variables = {**environment, **plan.launch.environment, **for_the_cpu(plan, environment)}

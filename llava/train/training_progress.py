@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from transformers import TrainerCallback
 
 from llava.train.telemetry import logged_names
-from llava.utils.progress import Progress
+from llava.utils.progress import Progress, in_terminal
 
 
 class TrainingProgress(TrainerCallback):
@@ -24,26 +24,30 @@ class TrainingProgress(TrainerCallback):
 
     def __init__(self, step_size: int, paused_seconds: Callable[[], float] = lambda: 0.0):
         self.step_size, self.paused_seconds = step_size, paused_seconds
-        self.paused_before = 0.0
+        self.paused = 0.0  # seconds that the bar leaves out so far
         self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         hidden = not state.is_world_process_zero
-        self.paused_before = self.paused_seconds()
+        self.paused = self.paused_seconds()
         self.progress = Progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.progress.paused = self.paused_seconds() - self.paused_before
-        seconds = self.progress.clock() - self.progress.started - self.progress.paused
-        rate = self.step_size * (state.global_step - self.progress.before) / max(seconds, 1e-9)
+        bar = self.progress
+        if bar.disable:  # of another rank
+            return
+        paused = self.paused_seconds()
+        bar.start_t += paused - self.paused
+        self.paused = paused
+        rate = self.step_size * (state.global_step - bar.initial) / max(bar.format_dict["elapsed"], 1e-9)
         loss = [] if self.loss is None else [f"loss {self.loss:.4g}"]
-        self.progress.note(", ".join([*loss, f"{rate:.3g} samples/s"]))
-        self.progress.update(state.global_step - self.progress.done)
+        bar.note(", ".join([*loss, f"{rate:.3g} samples/s"]))
+        bar.update(state.global_step - bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
         self.loss = logs.get("loss", self.loss)
-        if "loss" in logs and self.progress.bar is not None:
+        if "loss" in logs and in_terminal():
             self.progress.say(f"step {state.global_step}: {main_figures(logs)}")
         if "eval_loss" in logs:
             results = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}

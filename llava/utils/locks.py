@@ -1,10 +1,9 @@
-"""Locks that their process loses when it ends, however it ends; so no file has to be cleared away after a kill.
+"""Locks of output folders; a process loses its locks when it ends, however it ends, so nothing is left after a kill.
 
-`flock` also works between nodes, where the shared file system has locks: NFS has them, Lustre if it is mounted so.
+They also hold between nodes, where the shared file system has locks: NFS has them, Lustre if it is mounted so.
 """
 
 import errno
-import fcntl
 import os
 import socket
 import sys
@@ -12,33 +11,32 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 TRAINING_LOCK = ".training.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_PATIENCE = 10.0  # seconds in which a killed training of the same folder is gone
 
 
 class InUse(ValueError):
     """Another process holds the lock."""
 
 
-def take(descriptor: int, busy: str, patience: float) -> None:
-    """Locks an open file, waiting up to `patience` seconds for another process's end; `busy` says what is in use.
+def take(lock: FileLock, busy: str, patience: float) -> None:
+    """Acquires the lock within `LOCK_SECONDS`, or else `patience` seconds; `busy` says what is in use.
 
     Raises:
-        InUse: the other process still holds it.
+        InUse: another process still holds it.
         OSError: the file system has no locks.
     """
-    end = None
-    while True:
+    patience = float(os.environ.get("LOCK_SECONDS", patience))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"{busy}: waiting up to {patience:g} s for its end", file=sys.stderr, flush=True)
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if end is None:
-                end = time.monotonic() + patience
-                print(f"{busy}: waiting up to {patience:g} s for its end", file=sys.stderr, flush=True)
-            elif time.monotonic() > end:
-                raise InUse(f"{busy}; wait for its end") from None
-            time.sleep(min(0.2, patience))
+            lock.acquire(timeout=patience)
+        except Timeout:
+            raise InUse(f"{busy}; wait for its end") from None
 
 
 class FolderLock:
@@ -46,7 +44,7 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         self.folder, self.file = folder, folder / TRAINING_LOCK
-        self._descriptor: int | None = None
+        self._lock = FileLock(self.file, thread_local=False, fallback_to_soft=False)
         self._made = False
 
     def acquire(self) -> None:
@@ -60,57 +58,29 @@ class FolderLock:
         with suppress(PermissionError):
             self._made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            while self._descriptor is None:
-                descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    self._take(descriptor)
-                    if self._is_current(descriptor):
-                        self._descriptor = descriptor
-                finally:
-                    if self._descriptor is None:
-                        os.close(descriptor)
+            holder = self.file.read_text(errors="replace") if self.file.exists() else ""
+            busy = f"--output_dir {self.folder}: another training writes there ({holder or 'it has just started'})"
+            try:
+                take(self._lock, busy, patience=10)  # in which a killed training of the same folder is gone
+            except InUse as error:
+                raise InUse(f"{error}, or take another --output_dir") from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                lacks = f"its file system has no locks ({error.strerror}), so that a second training there would not be"
+                print(f"warning: {self.folder}: {lacks} noticed", file=sys.stderr)
             with suppress(OSError):  # a full disk
-                os.truncate(self._descriptor, 0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
-                os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode())
-            os.register_at_fork(after_in_child=self._close)
-
-    def _take(self, descriptor: int) -> None:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
-        busy = f"--output_dir {self.folder}: another training writes there ({holder or 'it has just started'})"
-        try:
-            take(descriptor, busy, float(os.environ.get("LOCK_SECONDS", _PATIENCE)))
-        except InUse as error:
-            raise InUse(f"{error}, or take another --output_dir") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            print(
-                f"warning: {self.folder}: its file system has no locks ({error.strerror}), so that a second training "
-                "there would not be noticed",
-                file=sys.stderr,
-            )
-
-    def _is_current(self, descriptor: int) -> bool:
-        """Whether the locked file is still the one that the next process opens; its last holder may have removed it."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
-        except FileNotFoundError:
-            return False
+                self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
 
     def release(self) -> None:
         """Removes the file, and the folder if it was made here and is empty, and lets the lock go."""
-        if self._descriptor is not None:
-            self.file.unlink(missing_ok=True)
-            self._close()
+        if self._lock.is_locked:
+            self.file.unlink(missing_ok=True)  # who waits for it finds that it has no name, and opens the next one
+            self._lock.release()
             if self._made:
                 with suppress(OSError):
                     self.folder.rmdir()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -50,7 +50,8 @@ def test_a_killed_holders_lock_is_free_although_its_forked_worker_lives(tmp_path
         import os, sys, time
         from pathlib import Path
         from llava.utils.locks import FolderLock
-        FolderLock(Path(sys.argv[1])).acquire()
+        lock = FolderLock(Path(sys.argv[1]))
+        lock.acquire()
         if not os.fork():
             print(os.getpid(), flush=True)  # by the worker, once it runs
         time.sleep(60)
