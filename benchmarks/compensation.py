@@ -20,9 +20,8 @@ from benchmarks.common import ROOT, emptied, write_result
 from llava.compare.reproduce_page import markdown_table
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
-from llava.utils.commands import whole
+from llava.utils.commands import Parser, whole
 from llava.utils.digests import revision
-from llava.utils.terminal import Help
 from llava.utils.versions import code_digest
 
 PLAIN, COMPENSATED = "layernorm", "gwc_layernorm"
@@ -48,7 +47,7 @@ SETTINGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--steps", type=whole(SAVED), default=16, help="optimizer steps of a run, a multiple of 4")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(

@@ -28,15 +28,14 @@ from llava.launch.cpu import preloads
 from llava.model.attention import packed_attention
 from llava.train.masters import MasterWeights
 from llava.train.optim import PARTS, set_trainable
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"
 DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--samples", type=whole(1), default=8, help="samples in the batch")
     parser.add_argument("--tokens", type=whole(1), default=70, help="tokens per sample, with its 16 visual ones")
     parser.add_argument("--targets", type=whole(1), default=12, help="targets per sample")

@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks import inputs
 from benchmarks.common import ROOT, add_result_flags, alternate, ratio, result_folder, run_json, spread, write_result
 from llava.utils.code_folders import refuse_shared
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 COMMIT = "df179663ae8b83207df100a1f7af24caec633ff9"
 REQUIREMENTS = Path(__file__).with_name("upstream") / "next_requirements.txt"
@@ -32,7 +31,7 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     url = os.environ.get("LLAVA_NEXT_TREE", "https://github.com/LLaVA-VL/LLaVA-NeXT")
     parser.add_argument("--upstream-tree", default=url, help="URL or repository; default: LLAVA_NEXT_TREE or GitHub")
     parser.add_argument("--upstream-python", help="Python with upstream's requirements; default: one is made")

@@ -28,15 +28,14 @@ from PIL import Image
 
 from benchmarks import inputs
 from benchmarks.common import add_result_flags, result_folder, write_result
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
 _PICTURES = 500  # different pictures, which repeat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--records", type=whole(1), default=100_000)
     parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
     parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")

@@ -26,10 +26,9 @@ from benchmarks.common import ROOT
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, run
 from benchmarks.gpu_setting import Setting
 from benchmarks.run_all import GPU_TARGETS, number, tables
-from llava.utils.commands import whole
+from llava.utils.commands import Parser, whole
 from llava.utils.files import replacing, write_text
 from llava.utils.processes import descendants, is_running, kill, send
-from llava.utils.terminal import Help
 
 SUMMARY, ARCHIVE = "summary.md", "gpu_check.tar.gz"
 GRACE = 10.0  # seconds between asking a part to end and killing it
@@ -65,8 +64,8 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check", description=__doc__, formatter_class=Help,
+    parser = Parser(
+        prog="gpu_check", description=__doc__,
         epilog="parts:\n" + "\n".join(f"  {name:12} {part.minutes:g} min: {part.what}" for name, part in PARTS.items()),
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU: shows that every part runs")

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from benchmarks.common import ROOT, write_commit
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser
 
 EXTRA = ("deepspeed", "liger-kernel", "pytest")
 # What every supported release of PyTorch and transformers requires. Newer releases require more (pydantic), so that the
@@ -39,7 +39,7 @@ class WheelError(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="gpu_check.sh wheels", description=__doc__, formatter_class=Help)
+    parser = Parser(prog="gpu_check.sh wheels", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the wheels; must not exist, or be empty")
     own = "{}.{}".format(*sys.version_info)
     parser.add_argument("--python", default=own, type=version, help=f"version on the other machine (default: {own})")

@@ -27,8 +27,7 @@ from transformers import Trainer, TrainerCallback
 from benchmarks.common import ROOT, add_result_flags, result_folder, run_json, write_result
 from benchmarks.gpu_training import write_records
 from benchmarks.shapes import PRESETS, write_language_model, write_tower
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 MICRO_BATCHES = 3  # of a step
 STEPS = 3  # the last is counted: DeepSpeed records the order of modules in the first, and its timer starts in the third
@@ -39,7 +38,7 @@ Lines = Counter[tuple[str, str]]  # by package and line of code
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--zero", type=int, nargs="+", choices=(1, 2, 3), default=(2, 3), help="stages of ZeRO")
     ranks = sorted({1, min(2, torch.cuda.device_count() or 2)})
     parser.add_argument("--ranks", type=whole(1), nargs="+", default=ranks, help="numbers of ranks")

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import add_result_flags, result_folder, run_json, spread, write_result
 from llava.model.loss import chunked_loss, liger_loss, plain_loss
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 
 def all_rows_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -28,7 +27,7 @@ VARIANTS = {"all_rows": None, "supervised_rows": plain_loss, "chunked": chunked_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--vocabularies", type=whole(1), nargs="+", default=[32_000, 128_256, 152_064])
     parser.add_argument("--tokens", type=whole(1), default=4096, help="positions in the micro-batch")
     parser.add_argument("--supervised", type=float, default=0.1, help="share of positions that are targets")

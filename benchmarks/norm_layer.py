@@ -4,7 +4,6 @@ The share is the time of the layer's forward and backward pass over that of proj
 same tokens. Tower, loss and optimizer are left out, so the real share is smaller.
 """
 
-import argparse
 import time
 
 import torch
@@ -14,8 +13,7 @@ from benchmarks.common import add_result_flags, alternate, result_folder, spread
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 SHAPES = {
     # name: (D, intermediate, layers, heads, key/value heads, E, visual tokens, text tokens)
@@ -26,7 +24,7 @@ NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3.2-3b" if torch.cuda.is_available() else "demo")
     parser.add_argument("--samples", type=whole(1), default=16, help="images in the micro-batch")
     parser.add_argument("--repeats", type=whole(1), default=10)

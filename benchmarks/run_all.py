@@ -4,7 +4,6 @@ A benchmark that fails is reported, the others continue, and the exit status is 
 results go to outputs/benchmarks and the page stays. `--report` only rewrites the page.
 """
 
-import argparse
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs as a file
 
 from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser
 
 PAGE = ROOT / "docs/performance.md"
 BENCHMARKS = {
@@ -44,7 +43,7 @@ ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small runs, about 15 minutes on two cores; the page stays")
     names = f"some of: {' '.join(BENCHMARKS)} (default: all)"

@@ -33,8 +33,8 @@ from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointi
 from llava.train.optim import set_trainable
 from llava.train.traffic import step_traffic
 from llava.train.zero import fit_zero
+from llava.utils.commands import Parser
 from llava.utils.paths import ROOT
-from llava.utils.terminal import Help
 
 NAMES = ("llama-3.2-3b", "qwen2.5-7b")
 SCRIPTS = {1: "pretrain", 2: "finetune"}
@@ -267,7 +267,7 @@ def table(header: list[str], rows: Iterator[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--peak", type=float, default=PEAK, help="TFLOP/s of a GPU, dense bf16")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a single GPU reaches; an assumption")
     parser.add_argument("--hop-us", type=float, default=5.0, help="time from GPU to GPU in a ring, microseconds")

@@ -35,8 +35,7 @@ from benchmarks import inputs
 from benchmarks.common import ROOT, add_result_flags, alternate, ratio, result_folder, spread, write_result
 from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, assigned_by_length
 from llava.launch.recipe import resolved_run
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 VISUAL_TOKENS = 729
 MAX_LENGTH = 4096
@@ -84,7 +83,7 @@ RECIPE_RANKS = (8, 32, 64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=whole(1), nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
     parser.add_argument(
         "--windows", type=whole(1), nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"

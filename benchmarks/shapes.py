@@ -4,7 +4,6 @@
 writes FOLDER/language_model and FOLDER/tower, which the recipes take as MODEL_PATH and VISION_TOWER.
 """
 
-import argparse
 import json
 import shutil
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from benchmarks.common import ROOT
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser
 
 MODELS = Path(__file__).with_name("models")
 TOKENIZER = ROOT / "tests/golden/train/inputs/qwen_untied"  # 600 tokens, so that its ids fit every vocabulary
@@ -130,7 +129,7 @@ def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

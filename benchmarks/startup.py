@@ -29,14 +29,13 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import add_result_flags, result_folder, run_json, write_result
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 _BATCHES = 4  # of 16 samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000, 779_289])
     parser.add_argument("--distinct", type=whole(1), default=2000, help="number of different records, which repeat")
     parser.add_argument("--measure-up-to", type=whole(0), default=10_000, help="largest table with measured lengths")

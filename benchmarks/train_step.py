@@ -39,8 +39,7 @@ from llava.train.flops import batch_work, flop_costs, peak_tflops, required_flop
 from llava.train.liger import apply_liger, apply_liger_to_tower
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 
 # Liger last: it exchanges a function for the whole process.
 PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER = "plain", "compiled", "liger", "liger_compiled_tower"
@@ -76,7 +75,7 @@ class Pieces:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))

@@ -57,8 +57,7 @@ from llava.model.builder import load_language_model
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.arguments import ModelArguments
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 from playground import smollm2
 
 PEERS_FOLDER = Path(__file__).with_name("peers")
@@ -229,7 +228,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))

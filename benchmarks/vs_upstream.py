@@ -40,8 +40,7 @@ from benchmarks.common import (
 )
 from llava.launch.cpu import preloads
 from llava.mm_utils import load_tokenizer
-from llava.utils.commands import whole
-from llava.utils.terminal import Help
+from llava.utils.commands import Parser, whole
 from playground.scene_drawing import draw_scene, render
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
@@ -110,7 +109,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser = Parser(description=__doc__)
     add_size(parser, "demo")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument(

@@ -8,7 +8,6 @@ from types import ModuleType
 
 from llava.utils.commands import Parser
 from llava.utils.paths import WORK
-from llava.utils.terminal import HelpWithDefaults
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
@@ -34,17 +33,16 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     shared.add_argument("--force", action="store_true", help="remake the output, even if it is complete")
     top = Parser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    style = HelpWithDefaults
     for name in INPUTS:
         text = module_of(name).__doc__
-        sub = commands.add_parser(name, parents=[shared], help=text, description=text, formatter_class=style)
+        sub = commands.add_parser(name, parents=[shared], help=text, description=text)
         add_options(sub, module_of(name).Settings)
     for name, summary in OTHERS.items():
-        sub = commands.add_parser(name, help=summary, description=summary, formatter_class=style)
+        sub = commands.add_parser(name, help=summary, description=summary)
         if name == command:
             module_of(name).add_arguments(sub)
     summary = "Prepare what a training on pictures of one kind needs, with default settings: smollm2, pictures, tower."
-    everything = commands.add_parser("all", parents=[shared], help=summary, description=summary, formatter_class=style)
+    everything = commands.add_parser("all", parents=[shared], help=summary, description=summary)
     everything.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="kind of the pictures")
     return top
 

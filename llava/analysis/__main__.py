@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llava.analysis.commands import ALL, MODULES, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
-from llava.utils.commands import Parser, add_plugin_argument, command_parser, run_program
+from llava.utils.commands import Parser, add_plugin_argument, command_parser, exit_status
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
@@ -38,8 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     SIGTERM interrupts it as Ctrl-C does, so that it saves what it measured.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    interrupted = "interrupted; rerun the same command to resume"
-    return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
+    argv = sys.argv[1:] if argv is None else argv
+    called = " ".join([PACKAGE, *argv[:1]])
+    return exit_status(lambda: measure(argv), f"{called}: interrupted; rerun the same command to resume", called)
 
 
 def measure(argv: list[str]) -> int | None:

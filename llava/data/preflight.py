@@ -32,7 +32,7 @@ from llava.data.preflight_manifest import (
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
-from llava.utils.commands import Parser, whole
+from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.pixels import ORIENTATIONS
 
 _SHOWN = 10
@@ -45,12 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", default="v1", help="conversation template of the planned training (default v1)")
     add_flags(parser, label_masking="assistant")
     args = parser.parse_args(argv)
-    try:
-        with named_by("--data_path"):
-            return show(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: named_by("--data_path")(show)(args))
 
 
 def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:

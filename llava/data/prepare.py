@@ -29,7 +29,7 @@ from llava.data.picture_sets import LLAVA_665K, PictureSet, complete
 from llava.data.preflight import add_flags, show
 from llava.data.records import load_records
 from llava.data.row_groups import rewrite_shards
-from llava.utils.commands import Parser
+from llava.utils.commands import Parser, exit_status
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 
@@ -118,15 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_flags(parser, label_masking="upstream")
     args = parser.parse_args(argv)
-    try:
-        with named_by("--data_path"):
-            return prepare(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: rerun the same command to resume", file=sys.stderr)
-        return 130
+    work = named_by("--data_path")(prepare)
+    return exit_status(lambda: work(args), "interrupted: rerun the same command to resume")
 
 
 def prepare(args: argparse.Namespace) -> int:

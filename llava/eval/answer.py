@@ -35,11 +35,8 @@ ON_BAD_RECORD = ("error", "skip")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    try:
-        return exit_status(run, parser().parse_args(argv))
-    except KeyboardInterrupt:
-        print("interrupted; rerun the same command to resume", file=sys.stderr)
-        return 130
+    args = parser().parse_args(argv)
+    return exit_status(lambda: run(args), "interrupted; rerun the same command to resume")
 
 
 def parser() -> argparse.ArgumentParser:

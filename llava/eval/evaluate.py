@@ -33,13 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
     try:
-        return exit_status(evaluate, args)
+        return exit_status(lambda: evaluate(args), "\nstopped; rerun the same command for the missing tasks")
     except EvaluationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\nstopped; rerun the same command for the missing tasks", file=sys.stderr)
-        return 130
 
 
 def parser() -> argparse.ArgumentParser:

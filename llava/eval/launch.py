@@ -12,15 +12,13 @@ import sys
 import traceback
 from types import TracebackType
 
-from llava.utils.terminal import columns, reflowed
-
 HARNESSES = ("lmms_eval", "lm_eval")
 
 
 def main() -> None:
     """Runs the harness that the first argument names, with the remaining arguments; status 2 if it names none."""
     if sys.argv[1:2] in (["-h"], ["--help"]):
-        print(reflowed((__doc__ or "").rstrip(), columns()))
+        print((__doc__ or "").rstrip())
         return
     if not set(sys.argv[1:2]) & set(HARNESSES):
         requested = sys.argv[1] if sys.argv[1:] else "nothing"

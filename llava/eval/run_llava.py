@@ -14,7 +14,8 @@ from llava.utils.commands import Parser, exit_status, whole
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    return exit_status(eval_model, parser().parse_args(argv))
+    args = parser().parse_args(argv)
+    return exit_status(lambda: eval_model(args))
 
 
 def parser() -> argparse.ArgumentParser:

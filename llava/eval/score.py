@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         choices=KINDS,
         help=f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)",
     )
-    return exit_status(run, top.parse_args(argv))
+    args = top.parse_args(argv)
+    return exit_status(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from llava.utils.commands import command_parser, run_program
+from llava.utils.commands import command_parser, exit_status
 
 PACKAGE = "llava.export"
 COMMANDS = {
@@ -23,7 +23,8 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns 0 or its own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
-    return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, export)
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_status(lambda: export(argv), called=" ".join([PACKAGE, *argv[:1]]))
 
 
 def export(argv: list[str]) -> int | None:

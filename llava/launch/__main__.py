@@ -28,7 +28,6 @@ from llava.launch.variable_check import check_variables
 from llava.utils.machine import available_cores, own_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
 from llava.utils.provenance import RUN_FILE
-from llava.utils.terminal import columns
 
 LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
 
@@ -37,12 +36,12 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
     """Runs what the words and variables say; returns the exit status."""
     if not words or {"-h", "--help"} & set(words):
         flags = parse_flags([word for word in words[1:] if word not in ("-h", "--help")])
-        print(help_text(environment, flags.values(), columns()))
+        print(help_text(environment, flags.values()))
         return 0
     warnings = check_variables(environment.get("STAGE") or "pretrain", environment)
     plan = resolve(environment, program(words[0]), words[1:], available_cores())
     as_data, is_dry = environment.get("DRY_RUN") == "json", is_on(environment.get("DRY_RUN", ""))
-    print(as_json(plan) if as_data else show(plan, columns()), flush=True)
+    print(as_json(plan) if as_data else show(plan), flush=True)
     for line in warnings:  # after the table, which is long
         print(f"\n{line}\n", file=sys.stderr, flush=True)
     if is_dry and not as_data:
@@ -100,7 +99,7 @@ def run_file_stamp(output_dir: Path) -> int | None:
 
 def record_command(plan: Plan) -> None:
     """Writes `command.sh`, which runs the same command again."""
-    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(os.getcwd())} || exit", command_text(plan, plan.entry, columns())]
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(os.getcwd())} || exit", command_text(plan, plan.entry)]
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 

@@ -17,7 +17,6 @@ from llava.launch.inputs import HUB, MISSING, Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
 from llava.utils.paths import shipped
-from llava.utils.terminal import command, hung
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 
@@ -189,21 +188,21 @@ def output_of(python: str, code: str) -> str:
         return ""
 
 
-def command_text(plan: Plan, entry: str, width: int, indent: str = "") -> str:
-    """The whole command as a shell reads it, one flag per line, in lines of at most `width` columns."""
+def command_text(plan: Plan, entry: str, indent: str = "") -> str:
+    """The whole command as a shell reads it, one flag per line."""
     lines = [[*plan.launch.command(), entry], *plan.given_flags.given]
-    return command(([shlex.quote(word) for word in words] for words in lines), width, indent)
+    return indent + f" \\\n{indent}  ".join(map(shlex.join, lines))
 
 
-def show(plan: Plan, width: int) -> str:
-    """Configuration, command and inputs in lines of at most `width` columns, as a run prints them first."""
+def show(plan: Plan) -> str:
+    """Configuration, command and inputs, as a run prints them first."""
     lines = ["configuration"]
-    lines += [hung(f"  {name:<20} ", text, width) for name, text in configuration(plan)]
-    lines += ["command", command_text(plan, plan.entry, width, indent="  "), "inputs"]
+    lines += [f"  {name:<20} {text}" for name, text in configuration(plan)]
+    lines += ["command", command_text(plan, plan.entry, indent="  "), "inputs"]
     for each in plan.inputs:
-        lines.append(hung(f"  {each.state:<8} {each.what:<14} ", each.value, width))
+        lines.append(f"  {each.state:<8} {each.what:<14} {each.value}")
         if each.hint and (each.is_problem or each.state == HUB):
-            lines.append(hung(f"  {'':<8} {'':<14} -> ", each.hint, width))
+            lines.append(f"  {'':<8} {'':<14} -> {each.hint}")
     if any(each.is_relative for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
     if plan.other_nodes:

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 from llava.utils.paths import IS_CHECKOUT, ROOT
-from llava.utils.terminal import columns, hung
 
 STAGES = ("pretrain", "finetune")
 INTERPRETER = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
@@ -43,8 +42,7 @@ def main() -> int:
     """`llava-recipe STAGE`: replaces this process by `scripts/<stage>.sh`; returns 2 where there is no such stage."""
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(f"usage: [NAME=value ...] llava-recipe {'|'.join(STAGES)} [--flag value ...]")
-        meaning = "Runs a stage's recipe with this environment; llava-recipe STAGE --help explains the variables."
-        print(hung("", meaning, columns()))
+        print("Runs a stage's recipe with this environment; llava-recipe STAGE --help explains the variables.")
         return 0
     if sys.argv[1:2] not in ([stage] for stage in STAGES):
         stage = sys.argv[1] if sys.argv[1:] else "nothing"

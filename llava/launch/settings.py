@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 from llava.utils.paths import IS_CHECKOUT, ROOT
-from llava.utils.terminal import hung
 
 # Meaning of every variable, in groups. Defaults are the scripts', or stand here where the launcher finds them.
 VARIABLES: dict[str, dict[str, str]] = {
@@ -134,23 +133,20 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
 
 
 NOTES = (
-    "Flags after the script's name are the trainer's and win over all; `python -m llava.train.train --help` lists "
+    "Flags after the script's name are the trainer's and win over all; `python -m llava.train.train --help` lists\n"
     "them. Variables win over the preset, the preset over the recipe. Relative paths start at {root}."
 )
 
 
-def help_text(environment: Mapping[str, str], flags: Mapping[str, str], width: int) -> str:
-    """The help of the stage that STAGE names, with the values of its `flags`; without STAGE, of all stages.
-
-    Lines have at most `width` columns.
-    """
+def help_text(environment: Mapping[str, str], flags: Mapping[str, str]) -> str:
+    """The help of the stage that STAGE names, with the values of its `flags`; without STAGE, of all stages."""
     stage = environment.get("STAGE", "")
     called = f"bash scripts/{stage or '{pretrain,finetune}'}.sh" if IS_CHECKOUT else f"llava-recipe {stage}"
     usage = f"usage: [NAME=value ...] {called} [--flag value ...]"
     if stage:
         usage += "\n\n" + header(stage)
     here = script_flags(stage)
-    lines = [usage, "", hung("", NOTES.format(root=Path.cwd()), width), ""]
+    lines = [usage, "", NOTES.format(root=Path.cwd()), ""]
     for group, variables in VARIABLES.items():
         lines.append(f"{group}:")
         for name, meaning in variables.items():
@@ -159,7 +155,7 @@ def help_text(environment: Mapping[str, str], flags: Mapping[str, str], width: i
             value = flags.get(here.get(name, ""), "") or environment.get(name, "")
             if "(default" not in meaning and stage:
                 meaning += f" [{value or 'empty'}]"
-            lines.append(hung(f"  {name:<26} ", meaning, width))
+            lines.append(f"  {name:<26} {meaning}")
         lines.append("")
     return "\n".join(lines).rstrip()
 

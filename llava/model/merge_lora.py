@@ -5,7 +5,6 @@ python -m llava.model.merge_lora --model-path LORA_FOLDER --model-base BASE --sa
 Base and adapters are added in float32 and rounded once, to `--dtype`.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -64,11 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     add_plugin_argument(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    return exit_status(_merge, args)
-
-
-def _merge(args: argparse.Namespace) -> None:
-    merge_lora(args.model_path, args.model_base, args.save_model_path, args.dtype)
+    return exit_status(lambda: merge_lora(args.model_path, args.model_base, args.save_model_path, args.dtype))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ from llava.utils.commands import Parser, exit_status, whole
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    try:
-        args = parser().parse_args(argv)
-        from llava.serve.page import run  # takes seconds
+    return exit_status(lambda: start(argv), "closed")
 
-        return exit_status(run, args)
-    except KeyboardInterrupt:
-        print("closed", file=sys.stderr)
-        return 130
+
+def start(argv: list[str] | None) -> None:
+    """Parses the command line, loads the model and runs it."""
+    args = parser().parse_args(argv)
+    from llava.serve.page import run  # takes seconds
+
+    run(args)
 
 
 def parser() -> argparse.ArgumentParser:

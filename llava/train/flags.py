@@ -19,7 +19,6 @@ from llava.train.sections import FLAGS, SECTIONS, TRAINING_SECTIONS
 from llava.utils import plugins
 from llava.utils.commands import Parser, program_name
 from llava.utils.names import nearest_name
-from llava.utils.terminal import HelpWithDefaults
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
 GROUPS = ("model", "norm", "data", *(section.title for section in TRAINING_SECTIONS), REST)
@@ -104,7 +103,6 @@ class FlagParser(Parser, HfArgumentParser):
             description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True; --x False, or --no_x where "
             "the default is True, means False. Hyphens stand for underscores.",
             epilog=f"Accepted as well, with the values that LLaVA's scripts pass: {', '.join(sorted(_HIDDEN))}.",
-            formatter_class=HelpWithDefaults,
             allow_abbrev=False,
         )
         for title in GROUPS:

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from llava.utils.plugins import load_all
-from llava.utils.terminal import Help, HelpWithDefaults
 
 INTERRUPTED = 130
 """The exit status on Ctrl-C, as shells count it."""
@@ -22,12 +21,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Choices of `--dtype`."""
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and adds a flag's default to its help where that does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        says_nothing = action.nargs == 0 or action.default in (None, "", argparse.SUPPRESS) or action.default == []
+        return text if says_nothing or "default" in text else f"{text} (default: %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose help fits the terminal, and whose errors are one line, without the list of all flags."""
+    """A parser whose errors are one line, without the list of all flags."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        options.setdefault("formatter_class", Help)
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""
@@ -67,40 +74,26 @@ def command_parser(
             commands.add_parser(name, help=summary, add_help=False)
             continue
         module = importlib.import_module(modules[name]) if modules and name in modules else module_of(package, name)
-        sub = commands.add_parser(
-            name, parents=list(parents), help=summary, description=module.__doc__, formatter_class=HelpWithDefaults
-        )
+        sub = commands.add_parser(name, parents=list(parents), help=summary, description=module.__doc__)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return top
 
 
-def run_program(
-    package: str, argv: list[str], work: Callable[[list[str]], int | None], interrupted: str = "interrupted"
-) -> int:
-    """Runs `work(argv)` and returns the exit status: what `work` returns or 0, 2 where it refuses, 130 on Ctrl-C.
+def exit_status(work: Callable[[], object], interrupted: str = "interrupted", called: str = "error") -> int:
+    """Does `work()` and returns the exit status: what it returns or 0, 2 where it refuses, 130 on Ctrl-C.
 
-    A refusal is printed in one line on stderr, and Ctrl-C as `interrupted`.
+    A refusal is one line on stderr that begins with `called`; Ctrl-C prints `interrupted`.
     """
-    name = " ".join([package, *argv[:1]])
     try:
-        return work(argv) or 0
+        status = work()
     except REFUSALS as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{called}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: {interrupted}", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return INTERRUPTED
-
-
-def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
-    """Runs `command(args)`; returns 0, or 2 where it refuses its arguments, with one line on stderr."""
-    try:
-        command(args)
-    except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def whole(smallest: int) -> Callable[[str], int]:

@@ -80,13 +80,11 @@ def positive(text: str) -> int:
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return exit_status(run, parser().parse_args())
+        args = parser().parse_args()
+        return exit_status(lambda: run(args), "stopped, and the server with it")
     except PlaygroundError as error:
         print(f"error: --data: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("stopped, and the server with it", file=sys.stderr)
-        return 130
 
 
 def run(args: argparse.Namespace) -> None:
