@@ -16,7 +16,6 @@ from llava.launch.command import Launch, deepspeed_configs, node_rank
 from llava.launch.devices import Devices
 from llava.launch.flags import Flags
 from llava.launch.settings import Refusal
-from llava.utils.network import interfaces, unknown_interfaces
 
 FOUND, HUB, MISSING, WRONG = "found", "hub", "MISSING", "WRONG"
 NOT_SET = "not set"
@@ -110,9 +109,6 @@ def _no_fault(path: Path) -> str:
 
 
 def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
-    if devices.total > 1:
-        for name, value in unknown_interfaces(environment).items():
-            yield Input(MISSING, name, value, f"this node's network interfaces: {' '.join(interfaces())}")
     if launch.launcher != "torchrun" or devices.nodes == 1:
         return
     if not environment.get("MASTER_ADDR"):

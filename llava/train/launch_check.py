@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from llava.train.ranks import barrier, from_all, from_first, joined
-from llava.utils.network import NCCL, interface_fault, route_text
 from llava.utils.versions import PACKAGES, git_commit, version_of
 
 logger = logging.getLogger(__name__)
@@ -122,6 +121,12 @@ def facts_table(nodes: list[NodeFacts]) -> str:
     return "\n".join(lines)
 
 
+def chosen_interface(backend: str) -> str:
+    """The variable by which a backend chooses this host's network interface, with its value."""
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    return f"{variable}={os.environ.get(variable, '')}"
+
+
 def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
     """Every rank's node, gathered over gloo, which the ranks use besides NCCL. Every rank must call.
 
@@ -130,8 +135,6 @@ def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
     """
     if not joined():
         return [node_name()]
-    if fault := interface_fault():
-        raise RuntimeError(f"launch check: {fault}")
     names, ranks = [""] * dist.get_world_size(), torch.ones(())
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -141,7 +144,7 @@ def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
         reason = str(error).splitlines()[0]
         raise RuntimeError(
             f"launch check: host {platform.node()}, rank {dist.get_rank()}: no connection to all {len(names)} ranks "
-            f"over gloo within {timeout.total_seconds():g} s ({reason}); gloo finds its interface {route_text()}"
+            f"over gloo within {timeout.total_seconds():g} s ({reason}); interface: {chosen_interface('GLOO')}"
         ) from error
     assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
     dist.destroy_process_group(group)
@@ -176,10 +179,9 @@ def check_launch(inputs: Sequence[str | None], output_dir: str, device: torch.de
         met = int(ranks.item())  # waits for the others
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        chosen = f"{NCCL}={os.environ.get(NCCL, '')}" if device.type == "cuda" else route_text()
         raise RuntimeError(
             f"launch check: host {platform.node()}: the ranks do not reach each other over {dist.get_backend()} "
-            f"({reason}); interface: {chosen}; NCCL_DEBUG=INFO shows what NCCL does"
+            f"({reason}); interface: {chosen_interface(dist.get_backend())}; NCCL_DEBUG=INFO shows what NCCL does"
         ) from error
     table = facts_table(nodes)
     if bad := [n.node for n in nodes if n.faults]:
@@ -203,8 +205,6 @@ def main() -> int:
         torch.cuda.set_device(device)
     try:
         if "RANK" in os.environ:
-            if fault := interface_fault():
-                raise RuntimeError(f"launch check: {fault}")
             dist.init_process_group("nccl" if device else "gloo")
         names_over_gloo()
         inputs = [path for name in paths for path in getattr(args, name[2:]).split(",")]

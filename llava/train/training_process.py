@@ -20,7 +20,6 @@ from llava.train.zero_choice import resolve_auto
 from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.failures import Watchdog, refusal
 from llava.utils.locks import InUse
-from llava.utils.network import interface_fault
 
 
 def parse_arguments(
@@ -29,11 +28,8 @@ def parse_arguments(
     """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
 
     Raises:
-        ValueError: a variable chooses a network interface that this host lacks, which would end the backend; or others
-            can write where DeepSpeed's ops are loaded from.
+        ValueError: others can write where DeepSpeed's ops are loaded from.
     """
-    if "RANK" in os.environ and (fault := interface_fault()):
-        raise ValueError(fault)
     if any(arg.startswith("--deepspeed") for arg in argv):
         let_ninja_be_found()
         refuse_shared_variable("TORCH_EXTENSIONS_DIR")

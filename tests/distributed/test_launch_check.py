@@ -12,7 +12,6 @@ from paths import ROOT
 from warm_python import warm_python
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
-from llava.utils.network import GLOO, NCCL, chosen, interface_fault
 
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
@@ -103,31 +102,7 @@ def test_the_check_alone_tries_gloo_and_names_a_missing_interface(tmp_path):
     assert run.returncode == 0 and "all-reduce over 2 ranks" in run.stderr, run.stderr
     run = check_alone("--output_dir", str(tmp_path), GLOO_SOCKET_IFNAME="nosuch0")
     assert run.returncode == 1
-    assert f"GLOO_SOCKET_IFNAME=nosuch0: host {platform.node()} has no such network interface; it has: lo" in run.stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "found"),
-    [
-        (GLOO, "eth0", ["eth0"]),
-        (GLOO, "eth", []),
-        (GLOO, "eth0,ib0", ["eth0", "ib0"]),
-        (NCCL, "eth", ["eth0", "eth10"]),
-        (NCCL, "=eth1", []),
-        (NCCL, "=eth0,ib", ["eth0"]),
-        (NCCL, "^lo,docker", ["eth0", "eth10", "ib0"]),
-        (NCCL, "^=eth0", ["lo", "docker0", "eth10", "ib0"]),
-    ],
-)
-def test_interfaces_are_chosen_as_gloo_and_nccl_choose_them(variable, value, found):
-    assert chosen(variable, value, ["lo", "docker0", "eth0", "eth10", "ib0"]) == found
-
-
-def test_an_interface_that_this_host_lacks_is_named_with_those_it_has(monkeypatch):
-    monkeypatch.setattr("llava.utils.network.interfaces", lambda: ["lo", "eth0"])
-    assert interface_fault({}) == interface_fault({GLOO: "eth0", NCCL: "^lo"}) == ""
-    assert f"{GLOO}=eth0,ib0: host " in interface_fault({GLOO: "eth0,ib0"})  # gloo ends where one of them is missing
-    assert interface_fault({NCCL: "ib"}).endswith("has no such network interface; it has: lo eth0")
+    assert "nosuch0" in run.stderr and "Traceback" not in run.stderr
 
 
 @pytest.mark.slow

@@ -351,15 +351,6 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
     assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
 
 
-def test_an_absent_interface_is_listed_as_missing_where_ranks_must_meet():
-    for devices, expected in ((Devices(1, 2, True), ["GLOO_SOCKET_IFNAME"]), (Devices(1, 1, True), [])):
-        environment = {"GLOO_SOCKET_IFNAME": "nosuch0"}
-        launch = resolve_launch(environment, devices, "zero3.json", "name", "python", 1)
-        missing = check_inputs(environment, parse_flags([]), devices, launch)
-        missing = [f for f in missing if f.state == "MISSING" and "interfaces: lo" in f.hint]
-        assert [f.what for f in missing] == expected and not any(f.is_relative for f in missing)
-
-
 def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
     with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
         check_master("no such host", first_node=False)
