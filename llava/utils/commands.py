@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from llava.utils.plugins import load_all
@@ -58,14 +58,11 @@ def command_parser(
     summaries: Mapping[str, str],
     command: str | None,
     parents: Sequence[Parser] = (),
-    modules: Mapping[str, str] | None = None,
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Parser:
-    """The parser of a package whose commands are its modules.
+    """The parser of a package whose commands are its modules, or those that `modules` names.
 
-    Args:
-        command: the command that is run. Only its module is imported, so no other command has its flags.
-        parents: parsers whose flags the command has too.
-        modules: the modules of commands that are elsewhere.
+    Only the module of `command`, which is run, is imported, and only it has its flags, and those of `parents`.
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -73,7 +70,7 @@ def command_parser(
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
-        module = importlib.import_module(modules[name]) if modules and name in modules else module_of(package, name)
+        module = importlib.import_module(modules[name]) if name in modules else module_of(package, name)
         sub = commands.add_parser(name, parents=list(parents), help=summary, description=module.__doc__)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
@@ -149,9 +146,8 @@ def device_name(text: str) -> str:
     import torch  # takes seconds
 
     names = ["cpu"]
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        kind = accelerator.type
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
         names += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
     if text not in names:
         raise argparse.ArgumentTypeError(f"this machine has no device {text!r}; expected one of {', '.join(names)}")

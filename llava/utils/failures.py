@@ -30,9 +30,9 @@ SAVED, UNSAVED = "saved", "unsaved"
 ENDED = "ended"  # a file there once a rank has ended its work, whether well or not
 # In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
-_PACKAGE = CODE / "llava"
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?P<source>    .*\n)?', re.MULTILINE)
-_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal (?P<traceback>.*)", re.DOTALL)
+PACKAGE = CODE / "llava"
+# A frame of a printed traceback with the first line of its source, and the marks and further lines below it.
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?: {4}(?P<source>.*)\n)?(?: {4}.*\n)*', re.MULTILINE)
 # Messages of a rank whose peer is gone; at the same progress its report sorts after the peer's own error.
 _LOST_PEER = re.compile("connection (closed|reset)|timed out waiting|socket|broken pipe|NCCL|peer", re.IGNORECASE)
 
@@ -144,33 +144,12 @@ def refusal(error: BaseException) -> str | None:
     An error counts as foreseen if a `raise` of this package raised it, in this process or in one that works for it, or
     if it comes from reading files or importing packages. Any other error needs its traceback.
     """
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
-    message = str(error)
-    if in_worker := _IN_WORKER.search(message):
-        text = in_worker["traceback"]
-        message = _last_message(text)
-    elif pool_traceback := getattr(error.__cause__, "tb", None):  # of a process pool
-        text = pool_traceback
-    if _is_raised_here(text):
-        return message
-    return " ".join(message.split()) if isinstance(error, (OSError, ImportError)) else None
-
-
-def _is_raised_here(text: str) -> bool:
-    """Whether a traceback's innermost line is a `raise` of this package."""
+    # A process pool's traceback is the cause's, a data loader's worker's is the end of the message.
+    text = getattr(error.__cause__, "tb", None) or "".join(traceback.format_exception(error, chain=False))
     *_, frame = (None, *_FRAME.finditer(text))
-    if frame is None or not (frame["source"] or "").startswith("    raise "):
-        return False
-    return Path(frame["file"]).resolve().is_relative_to(_PACKAGE)
-
-
-def _last_message(text: str) -> str:
-    """The message at the end of a traceback, without its class."""
-    *_, frame = _FRAME.finditer(text)
-    lines = text[frame.end() :].splitlines()
-    while lines and lines[0].startswith(" "):  # marks below the source
-        lines.pop(0)
-    return "\n".join(lines).partition(": ")[2]
+    if frame and (frame["source"] or "").startswith("raise ") and Path(frame["file"]).resolve().is_relative_to(PACKAGE):
+        return text[frame.end() :].strip().partition(": ")[2]
+    return " ".join(str(error).split()) if isinstance(error, (OSError, ImportError)) else None
 
 
 def of_flag(error: Exception, argv: list[str]) -> str:

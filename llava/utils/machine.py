@@ -5,14 +5,8 @@ import os
 import platform
 from pathlib import Path
 
-# What a step's speed depends on, the fastest first: the kernel's flag, and a name. A processor's name does not tell:
-# on some hosts "AMD EPYC" is all that it says.
-INSTRUCTIONS = {
-    "amx_bf16": "AMX bf16",
-    "avx512_bf16": "AVX-512 bf16",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-}
+# What a step's speed depends on, the fastest first; a processor's name may be "AMD EPYC" and no more.
+INSTRUCTIONS = {"amx_bf16": "AMX bf16", "avx512_bf16": "AVX-512 bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
 
 
 def machine() -> str:
@@ -41,14 +35,10 @@ def own_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
     """Cores' worth of time that the container gets, or None where nothing limits it."""
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()  # version 2
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()  # version 1, where -1 is no limit
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.strip().isdecimal() else None
+        quota, period = map(float, file.read_text().split())
+    except (OSError, ValueError):  # no such file, or `max`
+        return None
+    return quota / period

@@ -1,16 +1,5 @@
 """Starting, watching and ending a process with everything that it starts.
 
-    with log.open("w") as output:
-        process = start(command, os.environ | settings, output, keep_open=[lock])
-    code = wait(process, show_progress)
-
-- `start` gives the process its own session: Ctrl-C and SIGTERM reach it only through `end`.
-- `wait` returns its exit status; when this process is interrupted meanwhile, it ends the other process first.
-- `end` asks processes to save and stop and waits for them; a second interruption kills them with their descendants.
-- `exiting_on_sigterm` makes SIGTERM an exception, so that `wait` and `finally` see it.
-- `kill`, `send`, `send_group`, `descendants`, `is_running`: the parts, for a process known by its id.
-- `tail`, `last_lines`: what it printed last.
-
 Needs Python alone, since the launcher runs before packages are there: `/proc` is read in place of psutil.
 """
 
@@ -45,16 +34,11 @@ def start(
 
 
 def wait(
-    process: subprocess.Popen,
-    watch: Callable[[], None] = lambda: None,
-    seconds: float = 1.0,
-    *,
-    number: int = signal.SIGTERM,
-    group: bool = False,
+    process: subprocess.Popen, watch: Callable[[], None] = lambda: None, seconds: float = 1.0, *, group: bool = False
 ) -> int:
     """Waits for a process and returns its exit status; calls `watch` every so many `seconds` meanwhile.
 
-    On Ctrl-C, or any other exception, `end` ends the process first; it gets `number` and `group`.
+    On Ctrl-C, or any other exception, `end` ends the process first; it gets `group`.
     """
     try:
         while True:
@@ -63,14 +47,13 @@ def wait(
             except subprocess.TimeoutExpired:
                 watch()
     finally:
-        end([process], number, group=group)
+        end([process], group=group)
 
 
-def end(processes: Iterable[subprocess.Popen], number: int = signal.SIGTERM, *, group: bool = False) -> None:
-    """Asks processes to save and stop, and waits; a second interruption kills them and all that they started.
+def end(processes: Iterable[subprocess.Popen], *, group: bool = False) -> None:
+    """Asks processes by SIGTERM to save and stop, and waits; a second interruption kills them and all they started.
 
     Args:
-        number: the signal that asks.
         group: ask the whole process group, where the process does not pass signals on.
     """
     running = [process for process in processes if process.poll() is None]
@@ -80,7 +63,7 @@ def end(processes: Iterable[subprocess.Popen], number: int = signal.SIGTERM, *, 
     print(message, file=sys.stderr, flush=True)
     try:
         for process in running:
-            (send_group if group else send)(process.pid, number)
+            (send_group if group else send)(process.pid, signal.SIGTERM)
         for process in running:
             process.wait()
     except BaseException:
@@ -129,26 +112,29 @@ def send_group(pid: int, number: int) -> None:
 
 def descendants(pid: int) -> set[int]:
     """All processes that `pid` started, and those that they started."""
-    children: dict[int, set[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, set()).add(int(stat.parent.name))
-    started: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        new = children.get(waiting.pop(), set()) - started
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        if fields := _status(int(folder.name)):
+            parents[int(folder.name)] = int(fields[1])
+    started = {pid}
+    while new := {child for child, parent in parents.items() if parent in started} - started:
         started |= new
-        waiting += new
-    return started
+    return started - {pid}
 
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
+    if not Path("/proc/self").exists():
+        return send(pid, 0)
+    return _status(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def _status(pid: int) -> list[str]:
+    """State, parent and more of a process, as Linux lists them; nothing if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return not Path("/proc/self").exists() and send(pid, 0)
+        return []
 
 
 def tail(file: Path, size: int = 65536) -> str:

@@ -130,18 +130,13 @@ def test_hostfile_gives_nodes_and_gpus(tmp_path):
         resolve_devices({"HOSTFILE": str(hostfile)})
 
 
-def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("250000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert cpu_quota(tmp_path) == 2.5
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cpu_quota(tmp_path) == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) is None
+def test_cpu_quota_of_the_control_group(tmp_path):
+    file = tmp_path / "cpu.max"
+    assert cpu_quota(file) is None
+    file.write_text("150000 100000\n")
+    assert cpu_quota(file) == 1.5
+    file.write_text("max 100000\n")
+    assert cpu_quota(file) is None
 
 
 @pytest.mark.parametrize(
