@@ -7,12 +7,14 @@ meet at a file lock: one makes the file, the others wait and open it; no process
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llava.utils.digests import settled_stamp, user_cache, writable_folder
+from llava.utils.digests import settled_stamp, user_cache
 from llava.utils.files import replacing
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,21 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     if chosen:
         return [Path(chosen)]
     return [source.absolute().parent / ".llava_cache", user_cache("data")]
+
+
+def writable_folder(folders: list[Path]) -> Path:
+    """The first of `folders` that can be written, made if it is missing.
+
+    Raises:
+        OSError: none can.
+    """
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+        logger.info("%s cannot be written", folder)
+    raise OSError(f"none of {', '.join(map(str, folders))} can be written; pass a folder that can as --data_cache_dir")
 
 
 def made_once(

@@ -190,7 +190,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 def _ready(source: Path, folders: list[Path]) -> tuple[Path, str] | None:
     """The Arrow file of `source` and the hash of its content, if both are known."""
-    content = known_hash(source, folders)
+    content = known_hash(source)
     path = content and cached_file(_arrow_name(source, content), folders, _is_whole)
     return (path, content) if path else None
 
@@ -199,7 +199,7 @@ def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
     """The Arrow file of `source` and the hash of its content."""
     folders = cache_folders(source, cache_dir)
     stamp = file_stamp(source)
-    content = content_hash(source, folders, parquet_digest if source.suffix == ".parquet" else bytes_digest)
+    content = content_hash(source, parquet_digest if source.suffix == ".parquet" else bytes_digest)
 
     def convert(target: Path) -> None:
         _convert(source, target)

@@ -5,7 +5,6 @@ A stamp holds inode, size and both times. As in git, it is trusted only where a 
 
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -16,8 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from llava.utils.files import write_json
-
-logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 20
 _LARGE = 64 << 20  # bytes from which a digest is worth keeping
@@ -59,7 +56,7 @@ def sampled_digest(source: Path, blocks: int) -> str:
 def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -> str:
     """16 hexadecimal digits of a SHA-256 over names and all bytes of a file or of a folder's files.
 
-    Hidden files do not count. A core hashes about 1.2 GiB/s; the digests of large files are kept.
+    Hidden files do not count. The digests of large files are kept.
 
     Args:
         path: the file or folder.
@@ -88,16 +85,18 @@ def _files(folder: Path, deep: bool) -> Iterator[Path]:
 
 
 def remembered_digest(file: Path) -> str:
-    """SHA-256 of all bytes of a file; that of a large file is kept in the user's cache folder."""
-    large = file.stat().st_size >= _LARGE
-    return content_hash(file, [user_cache("digests")]) if large else bytes_digest(file)
+    """SHA-256 of all bytes of a file; that of a large file is kept."""
+    return content_hash(file) if file.stat().st_size >= _LARGE else bytes_digest(file)
 
 
 # --- kept digests -----------------------------------------------------------------------------------------------------
 
 
 def file_stamp(path: Path) -> list[int]:
-    """What changes whenever a file's content does: inode, size, and the times of last write and last change."""
+    """What changes whenever a file's content does: inode, size, and the times of last write and last change.
+
+    Programs cannot set the last of them, so that even a copy with the same size and time has another stamp.
+    """
     stat = path.stat()
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -109,62 +108,39 @@ def is_settled(stamp: list[int], now: float) -> bool:
 
 def settled_stamp(source: Path) -> list[int]:
     """The file's stamp, once any later change would give another stamp."""
-    while (age := time.time() - file_stamp(source)[-1] / 1e9) <= _CLOCK_STEP:
-        time.sleep(min(_CLOCK_STEP, max(_CLOCK_STEP - age, 0.01)))
+    while not is_settled(file_stamp(source), time.time()):
+        time.sleep(_CLOCK_STEP / 20)
     return file_stamp(source)
 
 
-def known_hash(source: Path, folders: list[Path]) -> str | None:
-    """The hash that `content_hash` has stored for the file; None if the file's stamp has changed since."""
-    stamp = file_stamp(source)
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            saved = json.loads((folder / _stamp_file(source)).read_text())
-            if saved["stamp"] == stamp:
-                return str(saved["sha256"])
+def known_hash(source: Path) -> str | None:
+    """The hash that `content_hash` has kept for the file; None if the file's stamp has changed since."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(_kept(source).read_text())
+        if kept["stamp"] == file_stamp(source):
+            return str(kept["sha256"])
     return None
 
 
-def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str] = bytes_digest) -> str:
-    """SHA-256 of a file, which is read again only if its stamp is not the one it had when it was last read.
+def content_hash(source: Path, digest: Callable[[Path], str] = bytes_digest) -> str:
+    """SHA-256 of a file, by `digest`, which runs only if the file's stamp is not the one it had at the last time.
 
-    The stamp holds the time of the last change, which programs cannot set: a copy that keeps size and modification time
-    still has another stamp. As in git, a stamp is not trusted if the file was written in the same step of the clock in
-    which it was read.
-
-    Args:
-        source: the file.
-        folders: the hash is looked for in all of them and kept in the first that can be written.
-        digest: computes the hash.
+    It is kept in the user's cache folder.
     """
-    if known := known_hash(source, folders):
+    if known := known_hash(source):
         return known
     stamp, started = file_stamp(source), time.time()
     computed = digest(source)
     if is_settled(stamp, started) and file_stamp(source) == stamp:
-        with suppress(OSError):  # the stored hash only saves time
-            folder, name = writable_folder(folders), _stamp_file(source)
-            write_json(folder / name, {"stamp": stamp, "sha256": computed}, contended=True)
+        with suppress(OSError):  # the kept hash only saves time
+            _kept(source).parent.mkdir(parents=True, exist_ok=True)
+            write_json(_kept(source), {"stamp": stamp, "sha256": computed}, contended=True)
     return computed
 
 
-def writable_folder(folders: list[Path]) -> Path:
-    """The first of `folders` that can be written, made if it is missing.
-
-    Raises:
-        OSError: none can.
-    """
-    for folder in folders:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-        logger.info("%s cannot be written", folder)
-    raise OSError(f"none of {', '.join(map(str, folders))} can be written; pass a folder that can as --data_cache_dir")
-
-
-def _stamp_file(source: Path) -> str:
-    return f"{source.name}.{hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]}.stamp"
+def _kept(source: Path) -> Path:
+    place = hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]
+    return user_cache("digests") / f"{source.name}.{place}.stamp"
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

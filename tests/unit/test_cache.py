@@ -136,10 +136,11 @@ def test_a_changed_file_is_never_stale_even_with_its_old_size_and_time(tmp_path,
     assert load_records(str(path))[0]["conversations"][1]["value"] == "aaa"
 
 
-def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path):
+def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     path = write(tmp_path / "a.json", RECORDS)
     load_records(str(path))
-    assert not list((tmp_path / ".llava_cache").glob("*.stamp"))
+    assert not list((tmp_path / "home").rglob("*.stamp"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten"])

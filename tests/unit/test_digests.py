@@ -52,7 +52,7 @@ def test_a_large_file_is_reread_after_a_change_that_keeps_size_and_time(tmp_path
     with file.open("wb") as stream:
         stream.truncate(digests._LARGE)
     content_hash = digests.content_hash
-    monkeypatch.setattr(digests, "content_hash", lambda f, folders: content_hash(f, folders, counted))
+    monkeypatch.setattr(digests, "content_hash", lambda f: content_hash(f, counted))
 
     def counted(source: Path) -> str:
         read.append(source)
