@@ -95,31 +95,25 @@ def number_columns(rows: Sequence[Row]) -> set[str]:
     right = set()
     for name in column_names(rows):
         cells = [row[name] for row in rows if row.get(name) is not None]
-        texts = [cell for cell in cells if isinstance(cell, str)]
         numbers = any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
-        if numbers or (texts == cells and texts and all(re.match(r"[-+]?\d", text) for text in texts)):
+        if numbers or (cells and all(re.match(r"[-+]?\d", str(cell)) for cell in cells)):
             right.add(name)
     return right
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """`rows` as aligned text: numbers to the right with four significant digits, text to the left."""
-    columns = column_names(rows)
-    cells = [columns] + [[_cell(row.get(name)) for name in columns] for row in rows]
-    right = number_columns(rows)
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = []
-    for line in cells:
-        parts = [c.rjust(w) if n in right else c.ljust(w) for c, w, n in zip(line, widths, columns, strict=True)]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)
+    right, columns = number_columns(rows), []
+    for name in column_names(rows):
+        cells = [name, *(_cell(row.get(name)) for row in rows)]
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, float):
-        return str(value)
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
     if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e6:
         return f"{value:.3e}"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
