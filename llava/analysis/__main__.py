@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from llava.analysis.commands import ALL, MODULES, PACKAGE, SUMMARIES
+from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
 from llava.utils.commands import Parser, add_plugin_argument, command_parser, exit_status
 
@@ -29,7 +29,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     add_plugin_argument(shared)
     shared.add_argument("--seed", type=int, default=42, help="seed of every random choice")
     parents = [] if command == ALL else [shared]
-    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents, MODULES)
+    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents)
 
 
 def main(argv: list[str] | None = None) -> int:

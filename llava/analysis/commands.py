@@ -22,8 +22,6 @@ COMMANDS = {
 }
 """In the order of `all`."""
 ALL = "all"
-MODULES = {ALL: "llava.compare.measurements"}
-"""Modules of commands that stand above this room, by their names."""
 SUMMARIES = COMMANDS | {ALL: "all of these for the given checkpoints"}
 
 

@@ -1,6 +1,6 @@
 """One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
-A preset (`comparison`, `study`, `quickstart`, `measurements`) defines what its runs are trained on, its lanes and
+A preset (`comparison`, `study`, `quickstart`) defines what its runs are trained on, its lanes and
 what it writes at the end. The engine has locks, progress, signals and the times of steps. Finished steps are skipped,
 so that the same command resumes after an interruption.
 """
@@ -17,9 +17,10 @@ from typing import Any
 
 from filelock import FileLock
 
+from llava.analysis.models import NamedModel
 from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
-from llava.compare.lanes import Measurement, StageStep, Step, run_lanes, words_of
+from llava.compare.lanes import Measurement, StageStep, Step, run_lanes
 from llava.compare.runs import Run, check_flags
 from llava.compare.stage import WHOLE_RUNS, interpreter
 from llava.eval.results import CONTROLS
@@ -140,14 +141,19 @@ class Experiment:
                 for words, log in zip(commands, places, strict=True)]  # fmt: skip
 
     def measurements(self, stage: str, place: str, commands: str) -> dict[str, list[Step]]:
-        """A lane for each measurement of the first seed's models of a stage."""
-        models = {arm: Run(self.folder, self.seeds[0], arm).folder(stage).resolve() for arm in self.arms}
+        """A lane for each measurement of the first seed's models of a stage, of those that it applies to."""
+        from llava.analysis.all import command_line, fitting_models  # takes seconds
+
+        runs = [Run(self.folder, self.seeds[0], arm) for arm in self.arms]
+        models = [NamedModel(run.arm, str(run.folder(stage).resolve())) for run in runs]
         output, lanes = (self.folder / place).resolve(), {}
+        samples = {name.lower(): os.environ.get(name) for name in ("DATA", "SAMPLES")}
         for name in os.environ.get("ANALYSIS", commands).split():
-            settings = {"COMMANDS": name, "OUTPUT_DIR": str(output)} | self.threads(len(self.places()))
-            words, title = ["bash", "scripts/analyze.sh", *words_of(models)], f"{name}, {stage}"
-            log, mark = output / f"{name}.log", output / f"{name}.done"
-            lanes[title] = [Measurement(title, words, log, settings, mark=mark, models=models)]
+            if fitting := fitting_models(name, models):
+                words = [interpreter(), *command_line(name, fitting, output, **samples)]
+                title, log, mark = f"{name}, {stage}", output / f"{name}.log", output / f"{name}.done"
+                settings = self.threads(len(self.places()))
+                lanes[title] = [Measurement(title, words, log, settings, mark=mark, models=dict(fitting))]
         return lanes
 
     # --- the flow -----------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Measurement(Step):
         models: folders of the models by their names.
     """
 
-    models: Mapping[str, Path] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_done = self.is_measured
@@ -136,17 +136,13 @@ class Measurement(Step):
 
     def origin(self) -> str:
         """What decides the measurement."""
-        weights = [revision(str(folder)) or "" for folder in self.models.values()]
-        return "\n".join([*words_of(self.models), *weights, code_digest(ANALYSIS)])
+        named = [f"{name}={folder}" for name, folder in self.models.items()]
+        weights = [revision(folder) or "" for folder in self.models.values()]
+        return "\n".join([*named, *weights, code_digest(ANALYSIS)])
 
     def succeeded(self, seconds: float) -> None:
         assert self.mark is not None
         self.mark.write_text(self.origin())
-
-
-def words_of(models: Mapping[str, Path]) -> list[str]:
-    """Models as `scripts/analyze.sh` takes them."""
-    return [f"{name}={folder}" for name, folder in models.items()]
 
 
 @dataclass

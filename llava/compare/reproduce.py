@@ -15,33 +15,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llava.analysis.all import command_line, run_all
 from llava.analysis.commands import PACKAGE
 from llava.analysis.models import NamedModel, named_model
 from llava.compare import trained_inputs
 from llava.compare.comparison import Comparison
-from llava.compare.engine import Experiment, at_work
+from llava.compare.engine import at_work
 from llava.compare.lanes import Step
-from llava.compare.measurements import Command, command_line
 from llava.compare.paper import ARMS
-from llava.compare.published import DATASET, Published, State, download, problems, revisions, state_of
-from llava.compare.reproduce_page import device, limit_notes, measured_numbers, page_of, samples_note, score_rows
+from llava.compare.published import Files, Published, download, lacking_space, revisions, to_download
+from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
 from llava.compare.runs import Run
 from llava.compare.stage import refuse_ignored
-from llava.compare.time_estimates import (
-    SHARE,
-    TOKENS,
-    hours,
-    parameters_named,
-    parameters_of,
-    peak,
-    training_hours,
-)
 from llava.eval.harness import token_fault
 from llava.eval.results import RESULTS_FILE
 from llava.eval.tasks import choose
 from llava.launch.recipe import STAGES
 from llava.utils.commands import module_of, whole
 from llava.utils.files import write_text
+from llava.utils.machine import machine
 from llava.utils.presentation import format_table
 from llava.utils.versions import git_commit
 
@@ -52,20 +44,20 @@ CHECKPOINTS = "checkpoints"
 KEPT = 10  # checkpoints of stage 1
 
 MODELS = {
-    "CLIP-ViT-L/14": Published("openai/clip-vit-large-patch14"),
-    "SigLIP-SO400M": Published("google/siglip-so400m-patch14-384"),
-    "SigLIP2-SO400M": Published("google/siglip2-so400m-patch14-384"),
-    "MoonViT-SO-400M": Published("moonshotai/MoonViT-SO-400M"),
-    "Llama-3.2-3B": Published("meta-llama/Llama-3.2-3B-Instruct"),
-    "Qwen2-7B": Published("Qwen/Qwen2-7B-Instruct"),
-    "Qwen2.5-7B": Published("Qwen/Qwen2.5-7B-Instruct"),
-    "Qwen3-8B": Published("Qwen/Qwen3-8B"),
-    "LLaVA-1.5": Published("llava-hf/llava-1.5-7b-hf"),
-    "Qwen2-VL": Published("Qwen/Qwen2-VL-7B-Instruct"),
-    "Qwen2.5-VL": Published("Qwen/Qwen2.5-VL-7B-Instruct"),
-    "GLM-4.1V": Published("zai-org/GLM-4.1V-9B-Thinking"),
-    "Kimi-VL": Published("moonshotai/Kimi-VL-A3B-Instruct"),
-    "Ovis2.5": Published("AIDC-AI/Ovis2.5-9B"),
+    "CLIP-ViT-L/14": "openai/clip-vit-large-patch14",
+    "SigLIP-SO400M": "google/siglip-so400m-patch14-384",
+    "SigLIP2-SO400M": "google/siglip2-so400m-patch14-384",
+    "MoonViT-SO-400M": "moonshotai/MoonViT-SO-400M",
+    "Llama-3.2-3B": "meta-llama/Llama-3.2-3B-Instruct",
+    "Qwen2-7B": "Qwen/Qwen2-7B-Instruct",
+    "Qwen2.5-7B": "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen3-8B": "Qwen/Qwen3-8B",
+    "LLaVA-1.5": "llava-hf/llava-1.5-7b-hf",
+    "Qwen2-VL": "Qwen/Qwen2-VL-7B-Instruct",
+    "Qwen2.5-VL": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "GLM-4.1V": "zai-org/GLM-4.1V-9B-Thinking",
+    "Kimi-VL": "moonshotai/Kimi-VL-A3B-Instruct",
+    "Ovis2.5": "AIDC-AI/Ovis2.5-9B",
 }
 OWN_CODE = ("MoonViT-SO-400M", "Kimi-VL", "Ovis2.5")
 """Models whose code is in their repositories."""
@@ -73,13 +65,11 @@ NOT_TRIED = (
     "code of its own repository, written for transformers 4. The tests run tiny models of this form; its published "
     "code, weights, tokenizer and image processor have not been run."
 )
-READ_ONLY = ("Llama-3.2-3B", "Qwen2-7B", "Qwen2.5-7B", "Qwen3-8B")
-"""Language models, of which the files are read; nothing runs."""
-BENCHMARKS = (
-    Published("lmms-lab-encoder/MMBench", DATASET, ("en/dev-*.parquet",)),
-    Published("lmms-lab-encoder/POPE", DATASET, ("data/*.parquet",)),
-    Published("Lin-Chen/MMStar", DATASET, ("*.parquet",)),
-)
+BENCHMARKS = {
+    "lmms-lab-encoder/MMBench": ("en/dev-*.parquet",),
+    "lmms-lab-encoder/POPE": ("data/*.parquet",),
+    "Lin-Chen/MMStar": ("*.parquet",),
+}
 """What the paper draws its samples from; it does not say how many from each, so `--data` takes them together."""
 VISION_LLMS = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V", "Kimi-VL")
 
@@ -105,9 +95,9 @@ class Item:
     presets: tuple[str, ...] = ("llama-3.2-3b",)
 
     @property
-    def on_samples(self) -> int:
-        """How many of the commands run models on samples."""
-        return sum(bool(module_of(PACKAGE, command).NEEDS.flags) for command in self.commands)
+    def on_samples(self) -> bool:
+        """Whether its commands run models on samples."""
+        return any(module_of(PACKAGE, command).NEEDS.flags for command in self.commands)
 
     @property
     def notes(self) -> list[str]:
@@ -155,9 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("item", choices=ITEMS, help="the paper's table or figure")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show what would be fetched and run, an estimate of the hours, and what is missing",
+        "--dry-run", action="store_true", help="show what would be fetched and run, its size, and what is missing"
     )
     parser.add_argument(
         "--output-dir",
@@ -170,9 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", help="samples from here, as in llava.analysis (default: MMBench, POPE and MM-Star)")
     parser.add_argument(
-        "--model", type=named_model, action="append", default=[], metavar="NAME=PATH",
+        "--model",
+        type=named_model,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
         help="take a published model from this folder; NAME as in the dry run",
-    )  # fmt: skip
+    )
     parser.add_argument("--preset", help="train the arms by this preset (default: the paper's)")
 
 
@@ -182,14 +174,14 @@ class Reproduction:
 
     Attributes:
         args: the command line.
-        states: what the hub has of the copies.
-        trainings: what the hub has of what the trainings take from it.
+        copies: the files of the published models and data, as the hub lists them.
+        trainings: those that the trainings take from the hub.
     """
 
     args: argparse.Namespace
     item: Item
-    states: list[State] = field(default_factory=list)
-    trainings: list[State] = field(default_factory=list)
+    copies: Files = field(default_factory=dict)
+    trainings: Files = field(default_factory=dict)
 
     @property
     def hub(self) -> Path:
@@ -214,33 +206,40 @@ class Reproduction:
         """The stages in which the arms are trained."""
         return STAGES[: STAGES.index(self.item.stage) + 1] if self.item.stage in STAGES else STAGES[:1]
 
-    def recipes(self, comparison: Comparison) -> list[dict[str, Any]]:
-        """What the script of each stage makes of the first arm's variables."""
-        return [comparison.recipe(comparison.runs[0], stage) for stage in self.stages]
+    @cached_property
+    def recipes(self) -> dict[str, list[dict[str, Any]]]:
+        """By preset, what the script of each stage makes of the first arm's variables."""
+        return {each.preset: [each.recipe(each.runs[0], stage) for stage in self.stages] for each in self.trained}
 
-    def fetched(self) -> list[Published]:
-        """What is copied from the hub."""
-        replaced = {model.name for model in self.args.model}
-        models = [MODELS[name] for name in self.item.models if name not in replaced]
-        return models + ([*BENCHMARKS] if self.item.on_samples and not self.args.data else [])
+    @cached_property
+    def benchmarks(self) -> list[Published]:
+        """What the samples are drawn from, unless the caller names others."""
+        needed = BENCHMARKS if self.item.on_samples and not self.args.data else {}
+        return [self.copy(name, "dataset", patterns=patterns) for name, patterns in needed.items()]
 
-    def models(self) -> list[NamedModel]:
-        """The published models, from the caller's folders or the copies."""
+    def copy(self, repository: str, kind: str = "model", **more: Any) -> Published:
+        """A copy below `hub`; the paper's numbers are looked up by the last part of its folder."""
+        return Published(repository, self.hub / f"{kind}s" / repository.rpartition("/")[2], kind, **more)
+
+    @cached_property
+    def models(self) -> dict[str, Published | NamedModel]:
+        """The published models by name: copies, or the caller's folders."""
         replaced = {model.name: model for model in self.args.model}
-        places = {name: MODELS[name].copy_in(self.hub) for name in self.item.models}
-        return [replaced.get(name) or NamedModel(name, str(place)) for name, place in places.items()]
+        return {name: replaced.get(name) or self.copy(MODELS[name]) for name in self.item.models}
 
     def ask_hub(self) -> list[str]:
-        """Sets `states` and `trainings`; returns what the hub cannot answer."""
-        faults = []
-        taken = [each for comparison in self.trained for each in trained_inputs.from_hub(self.recipes(comparison))]
-        for states, sources in ((self.states, self.fetched()), (self.trainings, dict.fromkeys(taken))):
+        """Sets `copies` and `trainings`; returns what the hub cannot give, and what there is no room for."""
+        models = [model for model in self.models.values() if isinstance(model, Published)]
+        taken = [each for recipes in self.recipes.values() for each in trained_inputs.from_hub(recipes)]
+        pinned, faults = revisions(self.hub), []
+        for files, sources in ((self.copies, [*models, *self.benchmarks]), (self.trainings, dict.fromkeys(taken))):
             for source in sources:
                 try:
-                    states.append(state_of(source, self.hub))
-                except (OSError, ValueError) as error:
+                    files[source] = source.needed_files(pinned.get(source.repository))
+                except OSError as error:
                     faults.append(str(error))
-        return faults + [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
+        faults += [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
+        return faults + lacking_space({**self.copies, **self.trainings}, self.hub)
 
     def scoring_fault(self, comparison: Comparison) -> str:
         """Why the arms could not be scored after their training, or nothing."""
@@ -263,7 +262,7 @@ class Reproduction:
         """Prepares what the demo is trained on, or fetches the recipes' data where they are missing."""
         if comparison.demo:
             return comparison.inputs(*([name] for name in comparison.prepared()))
-        folder, names = comparison.folder / "inputs", trained_inputs.missing_data(self.recipes(comparison))
+        folder, names = comparison.folder / "inputs", trained_inputs.missing_data(self.recipes[comparison.preset])
         return [
             comparison.python(f"inputs, {name}", folder / f"{name}.log", "llava.data.prepare", name) for name in names
         ]
@@ -278,10 +277,10 @@ class Reproduction:
         scored = [] if self.item.commands else [comparison.evaluation(run)]
         return [*(comparison.stage(run, stage) for stage in self.stages), *scored]
 
-    def measured_words(self) -> list[list[str]]:
-        """The command line of each measurement."""
-        flags = argparse.Namespace(data=self.data(), samples=self.args.samples, output_dir=self.results)
-        models, more = self.models() if self.item.models else [], []
+    def measurements(self) -> dict[str, list[str]]:
+        """The words after `python` of each of the item's commands."""
+        models = [m if isinstance(m, NamedModel) else NamedModel(name, str(m.place)) for name, m in self.models.items()]
+        more = []
         for comparison in self.trained:
             folders = {run.arm: run.folder(self.item.stage).resolve() for run in comparison.runs}
             if self.item.stage == CHECKPOINTS:
@@ -289,48 +288,37 @@ class Reproduction:
             else:
                 models += [NamedModel(arm, str(folder)) for arm, folder in folders.items()]
             if self.item.stage != STAGES[-1] and "norm-params" not in self.item.commands:
-                more += [
-                    "--model-base",
-                    comparison.recipe(comparison.runs[0], STAGES[0])["flags"]["model_name_or_path"],
-                ]
+                more += ["--model-base", self.recipes[comparison.preset][0]["flags"]["model_name_or_path"]]
         more += ["--trust-remote-code"] * any(name in OWN_CODE for name in self.item.models)
-        needs = {command: module_of(PACKAGE, command).NEEDS for command in self.item.commands}
-        return [command_line(command, models, needs[command], flags) + more for command in self.item.commands]
-
-    def data(self) -> str | None:
-        """The samples, as `--data` of `llava.analysis`."""
-        places = [str(place) for place in (source.copy_in(self.hub) for source in BENCHMARKS)]
-        return self.args.data or (",".join(places) if self.item.on_samples else None)
-
-    def measure(self) -> None:
-        """Runs the item's commands.
-
-        Raises:
-            ValueError: some failed.
-        """
-        experiment, errors = Experiment("", [], [], self.results), []
-        for command, words in zip(self.item.commands, self.measured_words(), strict=True):
-            step = Command(command, words, None, cwd=Path.cwd(), errors=errors)
-            experiment.part(command, {command: [step]})
-        if errors:
-            raise ValueError(f"{self.args.item}: failed: {' '.join(errors)}; rerun the same command to resume")
+        data = self.args.data or ",".join(str(each.place) for each in self.benchmarks)
+        return {
+            command: command_line(command, models, self.results, data, self.args.samples) + more
+            for command in self.item.commands
+        }
 
     def page(self) -> str:
         """The item's page."""
-        args, item, pinned = self.args, self.item, revisions(self.hub)
-        runs = [(run, comparison.preset) for comparison in self.trained for run in comparison.runs]
-        sources = [(source.repository, pinned[source.repository]) for source in self.fetched()]
-        sources += [(model.name, model.path) for model in args.model]
-        sources += [(f"{run.arm}, {preset}", str(run.folder(item.stage))) for run, preset in runs]
-        sources += [("samples", args.data)] if args.data and item.on_samples else []
-        numbers, said = measured_numbers(self.results) if item.commands else [], item.notes
-        for comparison in [] if item.commands else self.trained:
-            numbers += score_rows(comparison.preset, comparison.runs)
-            said = said + limit_notes(comparison.preset, comparison.runs)
-        notes = "".join(f"{note}\n\n" for note in said)
-        notes += samples_note(self.results, args.samples) if item.on_samples else ""
-        notes += f"{device()}; commit {git_commit()}."
-        return page_of(f"{args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, notes)
+        item, pinned = self.item, revisions(self.hub)
+        sources = [(source.repository, pinned[source.repository]) for source in self.copies]
+        sources += [(model.name, model.path) for model in self.args.model]
+        numbers, notes = measured_numbers(self.results) if item.commands else [], item.notes
+        for comparison in self.trained:
+            sources += [(f"{run.arm}, {comparison.preset}", str(run.folder(item.stage))) for run in comparison.runs]
+            if not item.commands:
+                rows, limits = score_rows(comparison.preset, comparison.runs)
+                numbers, notes = numbers + rows, notes + limits
+        sources += [("samples", self.args.data)] if self.args.data and item.on_samples else []
+        text = "".join(f"{note}\n\n" for note in notes)
+        text += samples_note(self.results, self.args.samples) if item.on_samples else ""
+        text += f"{device()}; commit {git_commit()}."
+        return page_of(f"{self.args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, text)
+
+
+def device() -> str:
+    """The GPU, or else the processor."""
+    import torch  # after the measurements, which are processes of their own
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -353,7 +341,6 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--preset {args.preset}: {args.item} trains nothing")
     task = Reproduction(args, item)
     faults = task.ask_hub()
-    faults += problems([*task.states, *task.trainings], task.hub)
     if args.dry_run:
         show(task)
     if faults:
@@ -363,80 +350,39 @@ def run(args: argparse.Namespace) -> None:
     for comparison in task.trained:
         task.train(comparison)
     with at_work(task.results):
-        download(task.states, task.hub)
-        task.measure()
+        download(task.copies, task.hub)
+        run_all(task.measurements())
         page = task.page()
         write_text(task.results / PAGE, page)
     print(f"\n{page}\nwritten: {task.results / PAGE}")
 
 
 def show(task: Reproduction) -> None:
-    """Prints what would be fetched, trained and measured, and about how long it takes."""
+    """Prints what would be fetched, trained and measured."""
     print(f"{task.args.item}: {task.item.shows}")
-    samples, tflops = task.args.samples * task.item.on_samples, peak()
-
-    def measuring(parameters: float | None) -> float | None:
-        return hours(parameters, samples, tflops) if parameters and tflops else None
-
-    names = {published.repository: name for name, published in MODELS.items()}
-    names |= {published.repository: "samples" for published in BENCHMARKS}
-    rows = []
-    for state in [*task.states, *task.trainings]:
-        name = names.get(state.published.repository, "training")
-        runs = name in task.item.models and name not in READ_ONLY and samples
-        rows.append({
-            "name": name,
-            "repository": state.published.repository,
-            "revision": state.revision[:12],
-            "GB": sum(state.files.values()) / 1e9,
-            "to download": state.missing / 1e9,
-            "hours": measuring(parameters_of(state.files)) if runs else None,
-        })  # fmt: skip
+    names = {repository: name for name, repository in MODELS.items()} | dict.fromkeys(BENCHMARKS, "samples")
+    rows = [
+        {
+            "name": names.get(published.repository, "training"),
+            "repository": published.repository,
+            "revision": files[0].commit_hash[:12],
+            "GB": sum(file.file_size for file in files) / 1e9,
+            "to download": to_download(files) / 1e9,
+        }
+        for published, files in {**task.copies, **task.trainings}.items()
+    ]
     if rows:
         print(f"\n{format_table(rows)}")
     for comparison in task.trained:
-        show_training(task, comparison, tflops)
-        measured = len(comparison.arms) * (KEPT if task.item.stage == CHECKPOINTS else 1)
-        model = task.recipes(comparison)[0]["flags"]["model_name_or_path"]
-        each = measuring(parameters_named(model)) if samples else None
-        if each is not None:
-            print(f"hours to measure them (estimate): {measured * each:.2g}")
-    if samples:
-        print(f"\n{device_sentence(task.args.samples, tflops)}")
+        print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
+        for step in task.inputs(comparison):
+            print(f"first: {shlex.join(['python', *step.command[1:]])}")
+        for problem in trained_inputs.of_the_caller(task.recipes[comparison.preset]):
+            print(f"missing: {problem}")
+        if not task.item.commands:
+            print(f"then for each: {shlex.join(comparison.evaluation(comparison.runs[0]).command)}")
     print()
-    for words in task.measured_words():
-        print(shlex.join(["python", *words[1:]]))
+    for words in task.measurements().values():
+        print(shlex.join(["python", *words]))
     for note in task.item.notes:
         print(f"note: {note}")
-
-
-def show_training(task: Reproduction, comparison: Comparison, tflops: float | None) -> None:
-    """Prints what the arms of a preset are trained on, by which commands, and about how long it takes."""
-    recipes = task.recipes(comparison)
-    print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
-    for step in task.inputs(comparison):
-        print(f"first: {shlex.join(['python', *step.command[1:]])}")
-    for problem in dict.fromkeys(trained_inputs.callers(recipes)):
-        print(f"missing: {problem}")
-    stages = zip(task.stages, recipes, strict=True)
-    each = [training_hours(stage, recipe, tflops) if tflops else None for stage, recipe in stages]
-    if comparison.demo:
-        print("hours to train them: docs/first-hour.md has measured times")
-    elif None in each:
-        print("hours to train them: not estimated; docs/scale.md has estimates")
-    else:
-        shown = " + ".join(f"{time:.2g}" for time in each)
-        print(f"hours to train each (estimate, for the devices here): {shown}; docs/scale.md has other devices")
-    if not task.item.commands:
-        evaluation = comparison.evaluation(comparison.runs[0]).command
-        print(f"then for each, not estimated: {shlex.join(evaluation)}")
-
-
-def device_sentence(samples: int, tflops: float | None) -> str:
-    """What the hours of measuring are computed from."""
-    if tflops is None:
-        return f"hours of measuring: not estimated, the peak of {device()} is not known"
-    return (
-        f"hours: an estimate of the measuring on {device()}: 2 x parameters (at most) x {TOKENS} tokens x {samples} "
-        f"samples for each command, at {SHARE:.0%} of {tflops:.4g} TFLOP/s"
-    )

@@ -58,11 +58,12 @@ def command_parser(
     summaries: Mapping[str, str],
     command: str | None,
     parents: Sequence[Parser] = (),
-    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Parser:
-    """The parser of a package whose commands are its modules, or those that `modules` names.
+    """The parser of a package whose commands are its modules.
 
-    Only the module of `command`, which is run, is imported, and only it has its flags, and those of `parents`.
+    Args:
+        command: the command that is run. Only its module is imported, so no other command has its flags.
+        parents: parsers whose flags the command has too.
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -70,7 +71,7 @@ def command_parser(
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
-        module = importlib.import_module(modules[name]) if name in modules else module_of(package, name)
+        module = module_of(package, name)
         sub = commands.add_parser(name, parents=list(parents), help=summary, description=module.__doc__)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -9,9 +9,9 @@ import time
 import pytest
 from shell import bash
 
+from llava.analysis import all as every
 from llava.analysis.__main__ import main
 from llava.analysis.commands import COMMANDS
-from llava.compare import measurements
 
 ALL = list(COMMANDS)
 
@@ -22,7 +22,7 @@ def analyze(tmp_path, monkeypatch, capfd):
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 2\necho "$@" >>{calls}\n[ "$1" != "$FAILING" ] || exit $STATUS\n')
     python.chmod(0o755)
-    monkeypatch.setattr(measurements.sys, "executable", str(python))
+    monkeypatch.setattr(every.sys, "executable", str(python))
 
     def run(*words, failing="", status=1):
         calls.write_text("")
@@ -64,7 +64,7 @@ def test_a_failure_stops_no_other_and_what_does_not_apply_is_reported(tmp_path, 
     status, output, calls = analyze(path, failing="layer-norms")
     assert status == 2 and output.err == "llava.analysis all: failed: layer-norms\n"
     assert list(calls) == [name for name in ALL if name not in ("norm-params", "gradients")]
-    assert "skipped: no checkpoint has a norm" in output.out and "=== time of each step" in output.out
+    assert "skipped: no checkpoint has a norm" in output.out
     status, _, calls = analyze(path, "--commands", "theory attention")
     assert status == 0 and list(calls) == ["theory", "attention"]
 
@@ -80,8 +80,8 @@ def test_a_termination_lets_the_running_command_save(tmp_path):
     wait = f"touch {tmp_path}/started; while :; do sleep 0.05; done"
     python.write_text(f"#!/bin/bash\ntrap 'sleep 0.2; touch {tmp_path}/saved; exit 130' TERM\n{wait}\n")
     python.chmod(0o755)
-    code = "import sys; from llava.analysis.__main__ import main; from llava.compare import measurements\n"
-    code += f"measurements.sys.executable = {str(python)!r}; sys.exit(main(['all', {str(path)!r}]))"
+    code = "import sys; from llava.analysis.__main__ import main; from llava.analysis import all as every\n"
+    code += f"every.sys.executable = {str(python)!r}; sys.exit(main(['all', {str(path)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < end:

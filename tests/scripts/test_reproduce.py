@@ -19,7 +19,7 @@ from shell import bash, only
 from llava.analysis.commands import COMMANDS
 from llava.compare.commands import main
 from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS
-from llava.compare.reproduce_page import compared, init_rows, limit_notes, paper_rows, samples_note, score_rows
+from llava.compare.reproduce_page import init_rows, page_of, paper_rows, samples_note, score_rows
 from llava.eval.results import PAPER_COLUMNS
 from llava.model.multimodal_projector.norm import PAPER_ARMS
 
@@ -49,14 +49,14 @@ def hub(tiny, tmp_path):
     """A hub with tiny models and benchmarks under their published names; Qwen2.5-7B is gated."""
     with hub_server.serve() as hub:
         for name, source in LLMS.items():
-            repository = MODELS[name].repository
+            repository = MODELS[name]
             files = files_in(tiny / source) | {"pytorch_model.bin": b"not needed"}
             gated = name == "Qwen2.5-7B"
             hub.models[repository] = hub_server.Repository(
                 repository, public=True, gated=gated, branches={"main": files}
             )
         llava = files_in(Path(vision_language_models.saved_llava(tiny, tmp_path / "llava")))
-        names = [MODELS["LLaVA-1.5"].repository, *(benchmark.repository for benchmark in BENCHMARKS)]
+        names = [MODELS["LLaVA-1.5"], *BENCHMARKS]
         shard = benchmark_shard()
         contents = [llava, {"en/dev-00.parquet": shard, "cn/dev-00.parquet": b"not needed"}]
         contents += [{"data/test-00.parquet": shard}, {"mmstar.parquet": shard}]
@@ -157,10 +157,10 @@ def test_samples_of_all_three_benchmarks_are_fetched_and_folders_replace_models(
 
 def test_rows_have_the_papers_number_ours_and_the_difference():
     rows = [{"model": "m", "norms of": "text", "mean": 2.0, "mean (paper)": 1.5, "std": 3.0}]
-    assert paper_rows(rows) == [compared("m, text: mean", 1.5, 2.0)]
-    assert compared("x", 1.5, 2.0) == {"": "x", "paper": 1.5, "ours": 2.0, "difference": 0.5}
+    assert paper_rows(rows) == [("m, text: mean", 1.5, 2.0)]
+    assert "| x | 1.5 | 2 | 0.5 |\n| y |  | 2 |  |\n" in page_of("t", [("x", 1.5, 2.0), ("y", None, 2.0)], [], [], "")
     (gain, *_) = init_rows([{"model": "layernorm", "gain L2": 9.0}, {"model": "layernorm", "gain L2": 2.5}])
-    assert gain == compared("layernorm: gain L2", 2.2812, 2.5)  # of the last checkpoint
+    assert gain == ("layernorm: gain L2", 2.2812, 2.5)  # of the last checkpoint
 
 
 def test_scores_are_compared_for_the_papers_presets_and_shown_for_others(monkeypatch):
@@ -168,13 +168,12 @@ def test_scores_are_compared_for_the_papers_presets_and_shown_for_others(monkeyp
     results = type("R", (), {"tasks": {"pope": task}, "settings": {"limit": None}})
     monkeypatch.setattr("llava.compare.reproduce_page.read_results", lambda path: results)
     run = type("Run", (), {"arm": "none", "folder": lambda self, part: Path(part)})()
-    assert score_rows("qwen2.5-7b", [run]) == [compared("Qwen2.5-7B, none: POPE", 87.51, 90.0)]
-    assert score_rows("demo", [run]) == [compared("demo, none: POPE", None, 90.0)]
-    assert limit_notes("demo", [run]) == []
+    assert score_rows("qwen2.5-7b", [run]) == ([("Qwen2.5-7B, none: POPE", 87.51, 90.0)], [])
+    assert score_rows("demo", [run]) == ([("demo, none: POPE", None, 90.0)], [])
     results.settings["limit"] = 20
-    assert limit_notes("demo", [run]) == ["demo, none: only the first 20 questions of each benchmark."]
+    assert score_rows("demo", [run])[1] == ["demo, none: only the first 20 questions of each benchmark."]
     results.tasks = dict.fromkeys(PAPER_COLUMNS.values(), task)
-    assert score_rows("qwen2.5-7b", [run])[-1] == compared("Qwen2.5-7B, none: mean", 68.49, 90.0)
+    assert score_rows("qwen2.5-7b", [run])[0][-1] == ("Qwen2.5-7B, none: mean", 68.49, 90.0)
 
 
 def test_the_page_says_how_many_samples_were_measured(tmp_path):

@@ -20,8 +20,8 @@ from warm_python import warm_python
 
 from llava.compare import trained_inputs
 from llava.compare.commands import main, parser
-from llava.compare.published import Published, State, problems, state_of
-from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, READ_ONLY, Reproduction
+from llava.compare.published import Published, lacking_space
+from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, OWN_CODE, Reproduction
 from llava.data.prepare import SOURCES
 from llava.launch.settings import NAMES
 
@@ -44,6 +44,7 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")  # restored after the test, whatever a command sets
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home/hub"))
     monkeypatch.setenv("HF_TOKEN", hub_server.READER)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("llava.compare.published.disk_usage", lambda path: SimpleNamespace(free=10**15))
@@ -51,10 +52,10 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(trained_inputs, "missing_data", lambda recipes: [*DATA][: len(recipes)])
     with hub_server.serve() as hub:
         weights = {"model.safetensors": Large()}
-        for name in {*(model.repository for model in MODELS.values()), *OF_PRESETS}:
+        for name in {*MODELS.values(), *OF_PRESETS}:
             hub.models[name] = hub_server.Repository(name, public=True, branches={"main": dict(weights)})
         files = ("en/dev-0.parquet", "data/a.parquet", "a.parquet")
-        data = {source.repository: file for source, file in zip(BENCHMARKS, files, strict=True)}
+        data = dict(zip(BENCHMARKS, files, strict=True))
         data |= {SOURCES[name].repository: file for name, file in DATA.items()}
         for name, file in data.items():
             hub.models[name] = hub_server.Repository(name, public=True, branches={"main": {file: Large()}})
@@ -72,39 +73,25 @@ def task_of(*words: str) -> Reproduction:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ITEMS)
-def test_every_dry_run_says_sizes_hours_and_what_would_run(hub, tmp_path, capsys, item):
+def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item):
     assert main(["reproduce", item, "--dry-run", "--output-dir", str(tmp_path / "out/reproduce")]) == 0
     shown, of = capsys.readouterr().out, ITEMS[item]
     rows = {line.split()[1]: line.split() for line in shown.splitlines() if " 000000000000 " in line}
-    expected = [MODELS[name].repository for name in of.models]
-    expected += [each.repository for each in BENCHMARKS] if of.on_samples else []
+    expected = [MODELS[name] for name in of.models] + ([*BENCHMARKS] if of.on_samples else [])
     if of.arms:
         models = [OF_PRESETS[0], OF_PRESETS[2], *([OF_PRESETS[1]] if item == "table4" else [])]
         stages = 1 if of.stage != "finetune" else 2
         expected += models + [SOURCES[name].repository for name in [*DATA][:stages]]
         assert shown.count("trains in ") == len(of.presets)
-        times = [line for line in shown.splitlines() if line.startswith("hours to train each (estimate")]
-        assert len(times) == len(of.presets) and all(line.count(" + ") == stages - 1 for line in times)
         assert shown.count("first: python -m llava.data.prepare llava-558k") == len(of.presets)
-        assert ("hours to measure them (estimate)" in shown) == bool(of.on_samples)
     assert rows.keys() == {*expected}
-    for name in of.models if of.on_samples else ():
-        _, _, _, size, missing, *time = rows[MODELS[name].repository]
-        assert (size, missing) == ("14.00", "14.00") and bool(time) == (name not in READ_ONLY)
+    assert all(row[3:] == ["14.00", "14.00"] for row in rows.values())
     for command in of.commands:
         assert f"python -m llava.analysis {command} " in shown
+    for name in {*of.models} & {*OWN_CODE}:
+        assert f"note: {name}: code of its own repository" in shown
     assert ("bash scripts/evaluate.sh " in shown) == (item == "table4")
     assert not (tmp_path / "out").exists() and not [name for name in hub.received if name.startswith("GET")]
-
-
-@pytest.mark.slow
-def test_a_dry_run_for_gpus_that_are_elsewhere_has_no_hours(hub, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("NUM_GPUS", "8")
-    assert main(["reproduce", "fig5", "--dry-run", "--output-dir", str(tmp_path / "out/reproduce")]) == 0
-    shown = capsys.readouterr().out
-    assert "hours to train them: not estimated; docs/scale.md has estimates" in shown
-    assert "hours of measuring: not estimated, the peak of GPUs that are not here is not known" in shown
 
 
 @pytest.mark.slow
@@ -134,9 +121,12 @@ def test_scores_that_need_a_token_are_refused_before_anything_is_trained(hub, tm
 def test_a_model_in_the_cache_is_not_asked_for(hub, tmp_path):
     task = task_of("table5", "--output-dir", str(tmp_path / "out/reproduce"))
     for name in OF_PRESETS:
-        (tmp_path / f"home/hub/models--{name.replace('/', '--')}/snapshots").mkdir(parents=True)
+        folder = tmp_path / f"home/hub/models--{name.replace('/', '--')}"
+        for file, content in (("refs/main", "1"), ("snapshots/1/config.json", "{}")):
+            (folder / file).parent.mkdir(parents=True)
+            (folder / file).write_text(content)
     assert task.ask_hub() == []
-    assert [each.published.repository for each in task.trainings] == [SOURCES["llava-558k"].repository]
+    assert [each.repository for each in task.trainings] == [SOURCES["llava-558k"].repository]
 
 
 def test_data_that_are_missing_are_fetched_before_the_arms_are_trained(hub, tmp_path):
@@ -153,13 +143,13 @@ def test_the_data_sets_that_are_missing_are_those_of_the_recipes_folders():
     inputs += [("adapter", "out/mm_projector.bin", "MISSING"), ("model", "mine", "WRONG")]
     recipe = {"preset": "nano", "inputs": [{"what": w, "value": v, "state": s, "hint": "do"} for w, v, s in inputs]}
     assert trained_inputs.missing_data([recipe]) == ["llava-next"]
-    assert trained_inputs.callers([recipe]) == ["images /mine/images: do", "model mine: do"]
+    assert trained_inputs.of_the_caller([recipe]) == ["images /mine/images: do", "model mine: do"]
 
 
 def test_the_demo_is_trained_as_scripts_compare_sh_trains_it(hub, tmp_path):
     task = task_of("table4", "--preset", "demo", "--output-dir", str(tmp_path / "out/reproduce"))
     (comparison,) = task.trained
-    flags = [recipe["flags"] for recipe in task.recipes(comparison)]
+    flags = [recipe["flags"] for recipe in task.recipes["demo"]]
     assert [each["data_path"] for each in flags] == [f"playground/data/mixed/{stage}.json" for stage in task.stages]
     assert {each["image_folder"] for each in flags} == {"playground/data"} and flags[0]["max_steps"] == "120"
     made = [step.title.removeprefix("inputs, ") for step in task.inputs(comparison)]
@@ -172,19 +162,20 @@ def test_the_demo_is_trained_as_scripts_compare_sh_trains_it(hub, tmp_path):
 
 def test_too_small_a_disk_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("llava.compare.published.disk_usage", lambda path: SimpleNamespace(free=20 * GB))
-    missing = {"a/b": 10 * GB, "a/c": 9 * GB}
-    states = [State(Published(name), "", {"a": 10 * GB}, size) for name, size in missing.items()]
-    (fault,) = problems(states, tmp_path / "out")
-    assert fault == f"{tmp_path}: 20.1 GB are needed and 20.0 GB free; make room, or pass another --output-dir"
-    assert problems(states[:1], tmp_path / "out") == []
+    sizes = {"a/b": 12 * GB, "a/c": 9 * GB}
+    states = {Published(name): [SimpleNamespace(file_size=size, will_download=True)] for name, size in sizes.items()}
+    (fault,) = lacking_space(states, tmp_path / "out")
+    assert fault == f"{tmp_path}: 21.0 GB are needed and 20.0 GB free; make room"
+    states[Published("a/c")][0].will_download = False
+    assert lacking_space(states, tmp_path / "out") == []
 
 
 def test_weights_in_pytorchs_files_are_taken_where_there_are_no_others(hub, tmp_path):
     repository = hub.models[OF_PRESETS[0]]
     repository.branches["main"] |= {"pytorch_model.bin": b"12"}
-    assert [*state_of(Published(repository.name), tmp_path).files] == ["model.safetensors"]
+    assert [file.filename for file in Published(repository.name).needed_files()] == ["model.safetensors"]
     del repository.branches["main"]["model.safetensors"]
-    assert [*state_of(Published(repository.name), tmp_path).files] == ["pytorch_model.bin"]
+    assert [file.filename for file in Published(repository.name).needed_files()] == ["pytorch_model.bin"]
 
 
 # --- to the page ------------------------------------------------------------------------------------------------------

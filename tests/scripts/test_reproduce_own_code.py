@@ -5,7 +5,6 @@ What an item writes is compared with a float64 run of the same tiny model, whose
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -64,13 +63,12 @@ def reproduce(tiny, folders, tmp_path_factory):
     root = tmp_path_factory.mktemp("reproduce")
     llava = vision_language_models.saved_llava(tiny, root / "llava")
     with hub_server.serve() as hub:
-        contents = {MODELS[name].repository: folder for name, folder in folders.items()}
+        contents = {MODELS[name]: folder for name, folder in folders.items()}
         for repository, folder in contents.items():
             files = {file.name: file.read_bytes() for file in folder.iterdir()}
             hub.models[repository] = hub_server.Repository(repository, public=True, branches={"main": files})
         for benchmark, file in zip(BENCHMARKS, ("en/dev-0.parquet", "data/a.parquet", "a.parquet"), strict=True):
-            name = benchmark.repository
-            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": {file: shard()}})
+            hub.models[benchmark] = hub_server.Repository(benchmark, public=True, branches={"main": {file: shard()}})
 
         def script(item, *words):
             env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": root}
@@ -86,7 +84,6 @@ def reproduce(tiny, folders, tmp_path_factory):
             script(item, "--samples", "12", *words)
             return (root / "out" / item / "index.md").read_text(), root / "out" / item
 
-        run.dry = lambda item, samples: script(item, "--samples", str(samples), "--dry-run")
         yield run
 
 
@@ -229,13 +226,3 @@ def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, req
     rows = [row for row in table(folder, "update-rates-layers") if (row["model"], row["tokens"]) == (model, "visual")]
     expected = layer_means(seen, 3)
     assert [row["cosine mean with sinks"] for row in rows] == pytest.approx(expected, rel=2e-4)
-
-
-def test_a_dry_run_estimates_the_hours_of_measuring(reproduce, folders):
-    shown = reproduce.dry("table3", samples=2000000)
-    parameters = (folders["Ovis2.5"] / "model.safetensors").stat().st_size / 2
-    estimate = 2 * parameters * 1500 * 2000000 / (0.1 * 0.05e12 * os.cpu_count()) / 3600
-    row = next(line.split() for line in shown.splitlines() if line.startswith("Ovis2.5 "))
-    assert float(row[-1]) == pytest.approx(estimate, rel=2e-2)
-    assert "hours: an estimate of the measuring on " in shown and "1500 tokens x 2000000 samples" in shown
-    assert "note: Ovis2.5: code of its own repository" in shown

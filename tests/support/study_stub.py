@@ -62,8 +62,12 @@ def described(words: list[str]) -> str | None:
     if "llava.eval.evaluate" in text:
         return f"evaluate {arm_of(Path(words[2]))}"
     if "llava.analysis" in text:
-        return f"measure {flags['commands']} {Path(flags['output-dir']).name}"
+        return f"measure {command_of(words)} {Path(flags['output-dir']).name}"
     return None
+
+
+def command_of(words: list[str]) -> str:
+    return words[words.index("llava.analysis") + 1]
 
 
 def flags_of(words: list[str]) -> dict[str, str]:
@@ -163,10 +167,10 @@ LONG = {
 
 def measure(words: list[str], flags: dict[str, str]) -> None:
     models = [word.split("=")[0] for word in words if "=/" in word]
-    by, numbers = LONG.get(flags["commands"], ({}, ("angle",)))
+    by, numbers = LONG.get(command_of(words), ({}, ("angle",)))
     ((column, values),) = by.items() or [("model", (None,))]
     rows = [{column: v, "model": model} | dict.fromkeys(numbers, 0.25) for model in models for v in values]
-    Path(flags["output-dir"], f"{flags['commands']}.json").write_text(json.dumps({"rows": rows}))
+    Path(flags["output-dir"], f"{command_of(words)}.json").write_text(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

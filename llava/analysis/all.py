@@ -1,0 +1,117 @@
+"""Every measurement, table and figure of the paper for the given checkpoints, one command after the other.
+
+A command runs in its own process, on the checkpoints it applies to. A failure is reported at the end; the others still
+run.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llava.analysis import loading
+from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE
+from llava.analysis.models import NamedModel, named_model, required_models
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.utils.commands import INTERRUPTED, module_of, whole
+from llava.utils.processes import start, wait
+
+QUICKSTART = Path("outputs/quickstart")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m llava.analysis all`."""
+    parser.add_argument(
+        "models",
+        metavar="[NAME=]CKPT",
+        nargs="*",
+        type=named_model,
+        help=f"checkpoint folder or hub id, optionally with its name in the figures (default: {QUICKSTART}/*/finetune)",
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
+    parser.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
+    parser.add_argument("--samples", type=whole(1), help="number of samples (default: few, see each command's --help)")
+    parser.add_argument(
+        "--commands",
+        type=chosen,
+        default=tuple(COMMANDS),
+        help="run only these commands, given as one argument: --commands 'theory attention'",
+    )
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """The value of `--commands`, separated by spaces or commas."""
+    names = tuple(text.replace(",", " ").split())
+    if not names or (unknown := [name for name in names if name not in COMMANDS]):
+        listed = ", ".join(unknown) if names else "none"
+        raise argparse.ArgumentTypeError(f"expected names from {', '.join(COMMANDS)}; found {listed}")
+    return names
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the commands.
+
+    Raises:
+        ValueError: no checkpoint, or one without a config; some commands failed.
+    """
+    models, lines = required_models(args.models or quickstart_models()), {}
+    for command in args.commands:
+        fitting = fitting_models(command, models)
+        lines[command] = command_line(command, fitting, args.output_dir, args.data, args.samples) if fitting else []
+    run_all(lines)
+    print(f"tables and figures: {args.output_dir}")
+
+
+def run_all(lines: Mapping[str, Sequence[str]]) -> None:
+    """Runs command lines, by command; those without words apply to no checkpoint.
+
+    Raises:
+        ValueError: some failed.
+        KeyboardInterrupt: one was interrupted.
+    """
+    failed = []
+    for command, words in lines.items():
+        print(f"\n=== {command}", flush=True)
+        if not words:
+            print(f"skipped: no checkpoint {module_of(PACKAGE, command).NEEDS.models}", flush=True)
+            continue
+        code = wait(start([sys.executable, *words], os.environ, cwd=Path.cwd()))
+        if code in (INTERRUPTED, -signal.SIGINT):
+            raise KeyboardInterrupt
+        failed += [command] * (code != 0)
+    if failed:
+        raise ValueError(f"failed: {' '.join(failed)}")
+
+
+def quickstart_models() -> list[NamedModel]:
+    """What scripts/quickstart.sh has trained; none is a ValueError."""
+    folders = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
+    if not folders:
+        raise ValueError(f"no checkpoint given, and {QUICKSTART} has none; run bash scripts/quickstart.sh")
+    return [named_model(str(folder)) for folder in folders]
+
+
+def fitting_models(command: str, models: Sequence[NamedModel]) -> list[NamedModel]:
+    """The models that a command applies to, by their config.json; one without it is a ValueError."""
+    needs = module_of(PACKAGE, command).NEEDS.models
+
+    def fits(fields: dict) -> bool:
+        normed = NORM_TYPES.get(fields.get("mm_projector_norm", "none")) is not None
+        return {ANY: True, OURS: loading.is_ours(fields), NORMED: normed}[needs]
+
+    return [model for model in models if fits(loading.config_fields(model.path))]
+
+
+def command_line(
+    command: str, models: Sequence[NamedModel], output_dir: Path, data: str | None = None, samples: object = None
+) -> list[str]:
+    """The words after `python` of one command; `data` and `samples` go to those that take them."""
+    words = ["-m", PACKAGE, command]
+    for model in models:
+        words += ["--model", f"{model.name}={model.path}"]
+    values = {"data": data, "samples": samples}
+    for flag in module_of(PACKAGE, command).NEEDS.flags:
+        words += [f"--{flag}", str(values[flag])] if values[flag] else []
+    return [*words, "--output-dir", str(output_dir)]
