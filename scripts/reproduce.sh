@@ -3,8 +3,8 @@
 # and writes one page with the paper's numbers, ours and the difference.
 #   bash scripts/reproduce.sh table1 [--dry-run]
 #       one of table1 to table6, fig2 to fig5, appendix-g and theory
-#   --dry-run               what would be fetched, trained and run, its size, an
-#                           estimate of the hours, and what is missing
+#   --dry-run               what would be fetched, trained and run, its size, and
+#                           what is missing
 #   --samples N             samples to measure on (default: the paper's 1000);
 #                           the variable SAMPLES means the same
 #   --data PATH             samples from here (default: MMBench, POPE, MM-Star);
