@@ -10,16 +10,16 @@ trainer. Both override the environment, as they do in a shell.
 """
 
 import os
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from llava.compare.stage import WHOLE_RUNS, refuse_ignored
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
 from llava.launch.settings import NAMES
-from llava.launch.variable_check import OF_ONE_STAGE, meant_by
+from llava.launch.variable_check import OF_ONE_STAGE
 from llava.utils.paths import ROOT, WORK
-from llava.utils.processes import wait
+from llava.utils.processes import start, wait
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from llava.asking import Assistant
 
 Value = str | int | float | os.PathLike | None
-OWN_FOLDER = "both stages would write there; give it to pretrain() or finetune()"
-WATCH_SECONDS = 0.5  # between two looks at what a run has printed
 
 
 class Recipe:
@@ -45,7 +43,8 @@ class Recipe:
 
     def __init__(self, preset: str | None = None, **variables: Value):
         if "output_dir" in variables:
-            raise ValueError(f"output_dir={variables['output_dir']}: {OWN_FOLDER}")
+            folder = variables["output_dir"]
+            raise ValueError(f"output_dir={folder}: both stages would write there; give it to pretrain() or finetune()")
         self.variables = environment_of({"preset": preset} if preset else {}) | environment_of(variables)
         self.adapter = ""  # of the stage 1 that this recipe ran, as PRETRAIN_ADAPTER
         self.checkpoint: Path | None = None  # folder of the stage that ran last
@@ -68,7 +67,7 @@ class Recipe:
         return resolved_run(stage, *map(str, flags), **self._environment(stage, variables))
 
     def pretrain(self, *flags: str, **variables: Value) -> Self:
-        """Runs stage 1 to its end, and prints what it prints; returns this recipe.
+        """Runs stage 1 to its end, its output where this program's goes; returns this recipe.
 
         A stage that was interrupted resumes. Ctrl-C stops it after the current step, waits until it has saved, and
         raises KeyboardInterrupt; a second Ctrl-C ends it at once.
@@ -78,7 +77,7 @@ class Recipe:
 
         Raises:
             TypeError, ValueError: see `plan`.
-            RuntimeError: the run failed; the message has its last lines and its log, `<output_dir>.log`.
+            RuntimeError: the run failed; what it printed says why.
         """
         folder = self._run("pretrain", flags, variables)
         self.adapter = f"{folder}/mm_projector.bin"
@@ -130,34 +129,14 @@ class Recipe:
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""
-        from llava.compare.lanes import Step
-        from llava.compare.stage import WHOLE_RUNS, refuse_ignored
-        from llava.utils.locks import refuse_in_use
-
         refuse_ignored([WHOLE_RUNS])
         name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
-        folder = (WORK / name).resolve()
         environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}
-        command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *map(str, flags)]
-        refuse_in_use(folder)  # before that run's log would begin again
-        log = folder.with_name(f"{folder.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
         self._assistant = None
-        step = Step(stage, command, log, environment, cwd=Path.cwd())
-        process = step.start((), {})
-        with log.open(encoding="utf-8", errors="replace") as printed:
-
-            def show() -> None:
-                sys.stdout.write(printed.read())
-                sys.stdout.flush()
-
-            try:
-                code = wait(process, show, WATCH_SECONDS)
-            finally:
-                show()
-        if code:
-            step.failed(code)
-        self.checkpoint = folder
+        command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *map(str, flags)]
+        if code := wait(start(command, environment, cwd=Path.cwd())):
+            raise RuntimeError(f"{stage} failed with status {code}; what it printed says why")
+        self.checkpoint = (WORK / name).resolve()
         return name
 
     def _loaded(self) -> "Assistant":
@@ -181,17 +160,9 @@ def environment_of(variables: dict[str, Value]) -> dict[str, str]:
         if name.upper() in OF_ONE_STAGE:
             raise TypeError(f"{name}: plan(stage) returns what would run, and a run trains; leave {name} out")
         if not name.islower() or name.upper() not in NAMES:
-            raise TypeError(f"{name} is not a variable of the scripts; {_instead(name)} (docs/variables.md)")
+            near = get_close_matches(name.upper(), sorted(NAMES), 1, 0.7)
+            meant = f"did you mean {near[0].lower()}?" if near else "docs/variables.md lists them"
+            raise TypeError(f"{name} is not a variable of the scripts; {meant}")
         if not isinstance(value, Value):
             raise TypeError(f"{name}={value!r}: expected text, a number, a path or None")
     return {name.upper(): "" if value is None else str(value) for name, value in variables.items()}
-
-
-def _instead(name: str) -> str:
-    """What to give instead of an unknown keyword."""
-    plain = name.upper()
-    right = plain if plain in NAMES else meant_by(STAGES[1], plain)
-    if right.startswith("--"):
-        return f'it is a flag of the trainer: pretrain("{right}", "VALUE")'
-    near = [right] if right else get_close_matches(plain, sorted(NAMES), 1, 0.5)
-    return f"did you mean {near[0].lower()}?" if near else "no variable has a name like it"
