@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from llava.utils.plugins import load_all
