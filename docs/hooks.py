@@ -28,8 +28,7 @@ SEARCH_WEIGHTS = {
     "troubleshooting": 2.3,
     "clusters": 1.5,
     **dict.fromkeys(("architecture", "contributing", "patches", "tests", "zh-CN", "first-hour.zh-CN"), 0.2),
-    "study-pilot": 0.2,
-    **dict.fromkeys(("api/", "changelog", "study-exploratory-runs", "study-pilot-numbers", "study-runs"), 0.02),
+    **dict.fromkeys(("api/", "changelog"), 0.02),
 }
 """Weights in the search of pages whose names begin so; other pages have 1, and those that show a file are left out."""
 LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")

@@ -1,4 +1,4 @@
-"""`python -m playground <command>`: prepare small real inputs, train on them, and compare what was trained."""
+"""`python -m playground <command>`: prepare small real inputs for training and questions."""
 
 import argparse
 import importlib
@@ -12,22 +12,12 @@ from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
 INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
-# What trains and asks on these inputs is above them: modules with `add_arguments` and `run`, by their names.
-OTHERS = {
-    "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
-    "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
-    "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
-}
-MODULES = {"compare": "quickstart_page", "controls": "answers"}
 DEFAULT_ROOT = WORK / "playground/data"
 INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
 
-def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the command-line parser: one sub-command per module, plus `all`.
-
-    Of `OTHERS` only `command` gets its flags, since they need an import of its module.
-    """
+def parser() -> argparse.ArgumentParser:
+    """Return the command-line parser: one sub-command per module, plus `all`."""
     shared = Parser(add_help=False)
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
     shared.add_argument("--force", action="store_true", help="remake the output, even if it is complete")
@@ -37,10 +27,6 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         text = module_of(name).__doc__
         sub = commands.add_parser(name, parents=[shared], help=text, description=text)
         add_options(sub, module_of(name).Settings)
-    for name, summary in OTHERS.items():
-        sub = commands.add_parser(name, help=summary, description=summary)
-        if name == command:
-            module_of(name).add_arguments(sub)
     summary = "Prepare what a training on pictures of one kind needs, with default settings: smollm2, pictures, tower."
     everything = commands.add_parser("all", parents=[shared], help=summary, description=summary)
     everything.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="kind of the pictures")
@@ -49,8 +35,6 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def module_of(command: str) -> ModuleType:
     """A command's module."""
-    if command in OTHERS:
-        return importlib.import_module(f"llava.compare.{MODULES.get(command, command)}")
     return importlib.import_module(f"playground.{command}")
 
 
@@ -58,10 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parser(argv[0] if argv else None).parse_args(argv)
-        if args.command in OTHERS:
-            module_of(args.command).run(args)
-        elif args.command == "all":
+        args = parser().parse_args(argv)
+        if args.command == "all":
             for name in ("smollm2", args.data):
                 module_of(name).prepare(module_of(name).Settings(), args.root, args.force)
             tower = module_of("tower")

@@ -2,7 +2,7 @@
 # Trains several arms with the same data, initial weights and budget, scores them,
 # and writes one page with a verdict.
 #   bash scripts/compare.sh --preset demo --seeds 2
-#       SmolLM2-135M on scenes and stamps, an hour on two CPU cores
+#       SmolLM2-135M on drawn scenes, half an hour on two CPU cores
 #   bash scripts/compare.sh --preset llama-3.2-3b
 #       the paper's recipe and its nine benchmarks
 #   --preset NAME               a preset of scripts/presets
@@ -13,14 +13,14 @@
 #                               gwc_layernorm@4x (initial norm four times that of
 #                               text), ...
 #   --tasks a,b                 tasks of scripts/evaluate.sh (default: the paper's
-#                               nine; demo: scenes,stamps)
+#                               nine; demo: scenes)
 #   --questions FILE            own questions with their answers, also answered by
 #                               every run and scored (docs/evaluate.md)
 #   --question-images DIR       folder or zip file of their pictures (default: the
 #                               repository's root)
+#   --plan FILE                 train a committed plan, seed by seed; it decides
+#                               the flags above
 #   --output-dir DIR            default: outputs/compare-<preset>
-#   --upstream                  also trains the baseline by upstream LLaVA, and
-#                               stops if losses differ (docs/compare.md)
 # Variables of scripts/pretrain.sh and finetune.sh apply to every run, or are
 # refused by name. EVALUATE_FLAGS="--limit 20" goes to evaluate.sh,
 # ANALYSIS="update-rates attention" chooses commands of scripts/analyze.sh, which

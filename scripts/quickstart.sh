@@ -41,5 +41,4 @@ export EXTRAS="${EXTRAS:-playground}"
 
 ensure_environment
 export -n ARMS OUTPUT_ROOT # the stages' scripts have other names for them, and would ask
-exec "$PYTHON_BIN" -m playground quickstart --data "$DATA" --arms "$ARMS" --output-dir "$OUTPUT_ROOT" \
-  --set-up-seconds "$SECONDS"
+exec "$PYTHON_BIN" -m llava.compare quickstart --data "$DATA" --arms "$ARMS" --output-dir "$OUTPUT_ROOT"

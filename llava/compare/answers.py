@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint on the held-out questions, as they are and under controls, and scores each kind of question.
+"""Answers a prepared set's held-out questions with one checkpoint, as they are and under controls, kind by kind.
 
 Answers go to `<control>/results.json` (`llava.eval.results`), with a task for every kind of question. The controls take
 the picture away in three ways: a grey one of the same size, visual tokens in another order, and the question alone.
@@ -33,20 +33,23 @@ from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
-from llava.utils.versions import PACKAGES, PLAYGROUND, code_digest, git_commit, version_of
+from llava.utils.versions import ANALYSIS, PACKAGES, code_digest, git_commit, version_of
 from playground.records import IMAGE_TOKEN, is_right
-from playground.store import PlaygroundError
 
 UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
+SOURCES = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
+"""The source files that may decide the answers and their scores."""
 RECORDS = "heldout.json"
 SHORTEST = 8  # tokens that every answer may have
 Record = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m playground controls`."""
+    """The flags of `answers`."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a finished training")
-    add_shared_arguments(parser)
+    parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions per batch")
     parser.add_argument(
         "--controls",
         nargs="+",
@@ -57,40 +60,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions", type=whole(0), default=0, help="number of questions, from the first; kinds alternate; 0: all"
     )
-    parser.add_argument(
-        "--control-questions",
-        type=whole(0),
-        default=0,
-        help="number of those that are also evaluated without their picture; 0: all",
-    )
-
-
-def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `compare` shares."""
-    parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions per batch")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluates the questions under every control without recorded answers.
+    """Answers the questions under every control without recorded answers.
 
     Raises:
-        PlaygroundError: there is no checkpoint, or there are no questions.
+        ValueError: there is no checkpoint, or there are no questions.
     """
     records = held_out(args.data)[: args.questions or None]
-    fewer = records[: args.control_questions or None]
-    parts = {name: records if name == UNTOUCHED else fewer for name in args.controls}
-    evaluated(args.checkpoint, args.data, parts, args.output_dir, args.batch_size)
+    content = content_of(args.data)
+    now = described(args.checkpoint, len(records))
+    missing = [control for control in args.controls if not is_current(args.output_dir / control, now, content)]
+    if not missing:
+        print(f"{args.output_dir}: all answers are already recorded")
+        return
+    from llava.asking import load_assistant
+
+    assistant = load_assistant(str(args.checkpoint), torch_dtype=fastest_dtype())
+    for control in missing:
+        start = time.monotonic()
+        said = answers_under(control, assistant, records, args.data / "images", args.batch_size)
+        now.tasks = scored(records, said, time.monotonic() - start, content)
+        now.created = datetime.now(UTC).isoformat(timespec="seconds")
+        print(f"written: {write_results(now, args.output_dir / control)}")
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
 
 
 def held_out(data: Path) -> list[dict[str, Any]]:
-    """The held-out records of a prepared folder."""
+    """The held-out records of a prepared folder.
+
+    Raises:
+        ValueError: it has none.
+    """
     if not (data / RECORDS).is_file():
-        raise PlaygroundError(f"{data}: no {RECORDS}. Run `python -m playground {data.name}` first.")
+        raise ValueError(f"{data}: no {RECORDS}; make it with: python -m playground {data.name}")
     return json.loads((data / RECORDS).read_text(encoding="utf-8"))
 
 
@@ -120,61 +126,30 @@ def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTRO
         answered = [read_results(folder / control) for control in controls]
     except ValueError:
         return False
-    now = (revision(str(checkpoint)), code_digest(PLAYGROUND))
+    now = (revision(str(checkpoint)), code_digest(SOURCES))
     return all((results.fingerprint, results.versions.get(LLAVA_CODE)) == now for results in answered)
-
-
-def evaluated(
-    checkpoint: Path, data: Path, parts: Mapping[str, Sequence[Record]], output_dir: Path, batch_size: int
-) -> dict[str, Results]:
-    """A checkpoint's answers under every control; only missing ones are generated.
-
-    Args:
-        data: the prepared folder of the questions.
-        parts: the questions of each control.
-
-    Raises:
-        PlaygroundError: there is no checkpoint.
-    """
-    content = content_of(data)
-    requested = {control: described(checkpoint, len(part)) for control, part in parts.items()}
-    earlier = {control: recorded(output_dir / control, now, content) for control, now in requested.items()}
-    reusable = {control: results for control, results in earlier.items() if results}
-    if len(reusable) == len(parts):
-        print(f"{output_dir}: all answers are already recorded")
-        return reusable
-    from llava.asking import load_assistant
-
-    assistant = load_assistant(str(checkpoint), torch_dtype=fastest_dtype())
-    for control in (control for control in parts if control not in reusable):
-        start, results = time.monotonic(), requested[control]
-        said = answers_under(control, assistant, parts[control], data / "images", batch_size)
-        results.tasks = scored(parts[control], said, time.monotonic() - start, content)
-        results.created = datetime.now(UTC).isoformat(timespec="seconds")
-        print(f"written: {write_results(results, output_dir / control)}")
-    return requested | reusable
 
 
 def described(checkpoint: Path, questions: int) -> Results:
     """What decides a checkpoint's answers to this many questions, as a result without tasks.
 
     Raises:
-        PlaygroundError: there is no checkpoint.
+        ValueError: there is no checkpoint.
     """
     if not (checkpoint / "config.json").is_file():
-        raise PlaygroundError(f"{checkpoint}: no checkpoint; --arm expects the output folder of a finished training")
+        raise ValueError(f"{checkpoint}: no checkpoint; expected the output folder of a finished training")
     from llava.model.decoding import GREEDY, evaluation_record, other_settings, read_generation_config  # takes seconds
 
     versions = {package: version_of(package) for package in PACKAGES}
-    versions |= {LLAVA_CODE: code_digest(PLAYGROUND), LLAVA_COMMIT: git_commit()}
+    versions |= {LLAVA_CODE: code_digest(SOURCES), LLAVA_COMMIT: git_commit()}
     settings = {"questions": questions, "dtype": fastest_dtype()}
     settings |= evaluation_record(other_settings(read_generation_config(str(checkpoint))), GREEDY)
-    command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "llava.compare", *sys.argv[1:]])
     return Results(str(checkpoint), revision(str(checkpoint)) or "", command, versions, settings, created="")
 
 
-def recorded(folder: Path, now: Results, content: str) -> Results | None:
-    """The results in `folder` if `now` describes them; otherwise prints what differs.
+def is_current(folder: Path, now: Results, content: str) -> bool:
+    """Whether `now` describes the results in `folder`; prints what differs.
 
     Args:
         content: see `content_of`.
@@ -182,14 +157,14 @@ def recorded(folder: Path, now: Results, content: str) -> Results | None:
     try:
         before = read_results(folder)
     except ValueError:
-        return None
+        return False
     changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
     changed += ["questions or pictures"] * any(task.data != content for task in before.tasks.values())
     changed += [*differences(before.settings, now.settings)]
     changed += [name for name in differences(before.versions, now.versions) if name != LLAVA_COMMIT]
     if changed:
         print(f"{folder}: made with different {', '.join(changed)}; answering again")
-    return None if changed else before
+    return not changed
 
 
 def scored(
@@ -216,7 +191,7 @@ def scored(
     }
 
 
-# --- answering--------------------------------------------------------------------------------------------------------
+# --- answering --------------------------------------------------------------------------------------------------------
 
 
 def fastest_dtype() -> str | None:

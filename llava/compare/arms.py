@@ -1,7 +1,6 @@
 """The names of a comparison's arms: a norm of `NORM_TYPES`, with its initial norm after an @ unless that is the
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
-`scale-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`. `layernorm_default` is the older
-spelling of `layernorm@default`."""
+`scale-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`."""
 
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ PROJECTOR = "mlp2x_gelu"
 SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
 """What `parse_seeds` reads, for the help of `--seeds`."""
 FIXED = "-fixed"
-_DEFAULT = "_default"
 
 
 class Arm(NamedTuple):
@@ -52,8 +50,6 @@ def parse_arm(name: str) -> Arm:
     load_named()  # a plug-in's norm or projector is an arm too
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
-    if not at and norm.endswith(_DEFAULT):
-        norm, at, init = norm.removesuffix(_DEFAULT), "@", "default"
     if norm not in NORM_TYPES:
         try:
             find_projector(name)

@@ -1,14 +1,15 @@
 """One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
-A preset (`comparison`, `study`, `quickstart`) defines what its runs are trained on, its lanes and
-what it writes at the end. The engine has locks, progress, signals and the times of steps. Finished steps are skipped,
-so that the same command resumes after an interruption.
+A subclass (`run.Comparison`, `run.Planned`, `quickstart.Quickstart`) defines what its runs are trained on, its lanes
+and what it writes at the end. The engine has locks, progress, signals and the times of steps. Finished steps are
+skipped, so that the same command resumes after an interruption.
 """
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,17 +21,50 @@ from filelock import FileLock
 from llava.analysis.models import NamedModel
 from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
-from llava.compare.lanes import Measurement, StageStep, Step, run_lanes
 from llava.compare.runs import Run, check_flags
-from llava.compare.stage import WHOLE_RUNS, interpreter
-from llava.eval.results import CONTROLS
+from llava.compare.steps import Measurement, StageStep, Step, run_lanes
 from llava.launch.cpu import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
+from llava.launch.variable_check import OF_ONE_STAGE
 from llava.utils.locks import take
 from llava.utils.machine import available_cores
 
 DEMO = "demo"
+WHOLE_RUNS = dict.fromkeys(OF_ONE_STAGE, "")
+"""Variables of every run of an experiment."""
+_SET_BY = {
+    "PRESET": "--preset sets it",
+    "DEMO_DATA": "--preset, or the quickstart's --data, sets it",
+    "SEED": "--seeds sets it",
+    "PROJECTOR": "arms have mlp2x_gelu, or that of their name in --arms, as in pre_layernorm_mlp2x_gelu",
+    "NORM": "--arms sets it",
+    "NORM_INIT": "--arms sets it, as in layernorm@4x",
+    "NORM_LEARNABLE": "--arms sets it, as in layernorm-fixed",
+    "PRETRAIN_ADAPTER": "every stage 2 takes the adapter of its own stage 1",
+    "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, sets it",
+    "RUN_NAME": "every run has its own name",
+} | OF_ONE_STAGE
+
+
+def refuse_ignored(runs: Iterable[Mapping[str, str]]) -> None:
+    """Refuses a variable of the recipe whose value from the caller some run would not get.
+
+    Args:
+        runs: the variables that each run's script is called with, besides the caller's.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    for settings in runs:
+        for name, reason in _SET_BY.items():
+            if name in settings and os.environ.get(name, settings[name]) != settings[name]:
+                raise ValueError(f"{name}={os.environ[name]}: {reason}; leave the variable out")
+
+
+def interpreter() -> str:
+    """Python for a step's process: the caller's, or else the current one."""
+    return os.environ.get("LLAVA_PYTHON") or sys.executable
 
 
 @dataclass
@@ -125,14 +159,13 @@ class Experiment:
         settings = {} if resolve_devices(os.environ).on_gpu else preloads(os.environ, python)
         return Step(title, [python, "-m", *map(str, words)], log, settings, **more)
 
-    def held_out(
-        self, run: Run, data: Path, place: Path, log: Path, *flags: object, controls: Sequence[str] = CONTROLS
-    ) -> Step:
+    def held_out(self, run: Run, data: Path, place: Path, controls: Sequence[str]) -> Step:
         """A run's answers to the held-out questions of `data` under each control, kept in `place`."""
         checkpoint = run.folder(STAGES[-1])
-        words = ["playground", "controls", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
+        words = ["llava.compare", "answers", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
+        words += ["--batch-size", 80 if self.demo else 8, "--controls", *controls]
         is_done = partial(is_answered, checkpoint, place, controls)
-        return self.python(f"{run.name}, answers", log, *words, "--controls", *controls, *flags, is_done=is_done)
+        return self.python(f"{run.name}, answers", run.folder("answers.log"), *words, is_done=is_done)
 
     def inputs(self, *commands: Sequence[str]) -> list[Step]:
         """The playground's commands that prepare inputs, each with its flags."""
@@ -140,17 +173,18 @@ class Experiment:
         return [self.python(f"inputs, {words[0]}", log, "playground", *words)
                 for words, log in zip(commands, places, strict=True)]  # fmt: skip
 
-    def measurements(self, stage: str, place: str, commands: str) -> dict[str, list[Step]]:
+    def measurements(
+        self, stage: str, place: str, commands: Sequence[str], data: str | None = None, samples: object = None
+    ) -> dict[str, list[Step]]:
         """A lane for each measurement of the first seed's models of a stage, of those that it applies to."""
         from llava.analysis.all import command_line, fitting_models  # takes seconds
 
-        runs = [Run(self.folder, self.seeds[0], arm) for arm in self.arms]
+        runs = [run for run in self.runs if run.seed == self.runs[0].seed]
         models = [NamedModel(run.arm, str(run.folder(stage).resolve())) for run in runs]
         output, lanes = (self.folder / place).resolve(), {}
-        samples = {name.lower(): os.environ.get(name) for name in ("DATA", "SAMPLES")}
-        for name in os.environ.get("ANALYSIS", commands).split():
+        for name in commands:
             if fitting := fitting_models(name, models):
-                words = [interpreter(), *command_line(name, fitting, output, **samples)]
+                words = [interpreter(), *command_line(name, fitting, output, data, samples)]
                 title, log, mark = f"{name}, {stage}", output / f"{name}.log", output / f"{name}.done"
                 settings = self.threads(len(self.places()))
                 lanes[title] = [Measurement(title, words, log, settings, mark=mark, models=dict(fitting))]

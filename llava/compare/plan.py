@@ -1,229 +1,144 @@
-"""The plan of a study: the steps and seeds that fit into its hours, and the difference that it would show.
+"""A plan that was written down before its runs: one committed JSON file, from which its study may not depart.
 
-A short pilot of the baseline measures the time of a step and the share of right answers. What a study would show
-is computed for the test that it makes (`paired.compare_arms`): an arm that is better by the *smallest difference*
-gets an interval above zero with probability `POWER`.
+    preset      what is trained
+    arms        none first
+    primary     the arms whose differences from none the study decides; none in an exploratory study
+    seeds       every arm is trained with every seed; a fixed number, whatever comes out
+    steps       optimizer steps of each stage
+    tasks       the outcome is the mean over these; others are recorded only
+    margin      points: an interval within it on both sides of zero means no relevant difference
+    trials      trainings that were looked at before: `seed`, and the held-out `loss` over stage 2, from which the
+                losses follow whose samples are counted; may be left out
+    pilot       a JSON file with the `seeds` of an earlier study, relative to the plan; may be left out
 
-Two trained models are assumed to answer a question independently, each right with the pilot's share p: a question of a
-seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound. A pilot is
-short and its share will grow, so a share below one half counts as one half. Beyond their answers, training runs are
-assumed to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
-
-    D varies by       Q + 2 SEED_DEVIATION^2 / S,      Q = sum over tasks of v / (S N) / T^2
-    the interval by   Q' + Q + 2 SEED_DEVIATION^2 / S,  Q' as Q with the two questions that the interval adds
-
-since the interval draws questions, and seeds, whose means vary with their questions once more.
+Seeds of trials and pilot have been seen, and are refused. The file's digest is in the record of every run.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any
 
-from llava.eval.paired import MEAN, confidence_of
-from llava.utils.files import write_json
-from llava.utils.intervals import student_quantile
+import numpy as np
 
-PLAN_FILE = "plan.json"
-POWER = 0.8
-SEED_DEVIATION = 0.02
-FEWEST_SEEDS, MOST_SEEDS = 3, 8
-FEWEST_STEPS = 8
-FOR_MEASURING = 0.25  # share of the hours for pilot, measurements and page
+from llava.compare.arms import parse_arms
+from llava.compare.record import Record
+from llava.eval.paired import FEWEST_SEEDS, confidence_of
+from llava.launch.recipe import STAGES
 
-
-@dataclass(frozen=True)
-class Pilot:
-    """What a short training of the baseline took and reached.
-
-    Attributes:
-        overhead: seconds of a run that do not grow with its steps: starting, saving, answering.
-        per_step: seconds of an optimizer step in each stage.
-        right: share of right answers in each task.
-        questions: number of questions of each task.
-    """
-
-    overhead: float
-    per_step: dict[str, float]
-    right: dict[str, float]
-    questions: dict[str, int]
+DIGEST = "plan.sha256"
+"""In the output folder: the digest of the plan that its runs follow."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study does.
-
-    Attributes:
-        arms, seeds: every arm is trained with every seed; the baseline is the first arm.
-        steps: optimizer steps of each stage.
-        questions: how many held-out questions are asked; 0: all.
-        hours: value of `--hours`; None without the flag, when steps and seeds were not planned.
-        predicted_hours: how long training and answering take, judged by the pilot.
-        smallest: `smallest[task or mean]`, the difference in points that would be shown with probability `POWER`; None
-            without a pilot.
-    """
+    """The content of the file (see the module), where it is, and its digest."""
 
     preset: str
     arms: list[str]
+    primary: list[str]
     seeds: list[int]
     steps: dict[str, int]
-    questions: int
-    hours: float | None = None
-    predicted_hours: float | None = None
-    smallest: dict[str, float] | None = None
-    pilot: Pilot | None = None
+    tasks: list[str]
+    margin: float
+    file: Path
+    digest: str
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    pilot: str = ""
 
-    def with_seeds(self, seeds: list[int]) -> "Plan":
-        """The same plan with other seeds, and what these would show."""
-        smallest = self.pilot and smallest_differences(
-            self.pilot.right, self.pilot.questions, len(self.arms) - 1, len(seeds)
-        )
-        return replace(self, seeds=seeds, smallest=smallest)
+    @property
+    def confidence(self) -> float:
+        """That of each primary interval, so that all together have 95 % (Bonferroni)."""
+        return confidence_of(max(1, len(self.primary)))
 
-    def write(self, folder: Path) -> None:
-        """Writes it into `folder`, for `read_plan`."""
-        write_json(folder / PLAN_FILE, asdict(self))
+    @property
+    def losses(self) -> list[float]:
+        """Held-out losses to reach: the trials' means after a third and two thirds of stage 2's evaluations."""
+        curves = [trial["loss"] for trial in self.trials]
+        parts = (1, 2) if curves else ()
+        return [round(float(np.mean([curve[part * len(curve) // 3] for curve in curves])), 3) for part in parts]
+
+    def missing(self, record: Record) -> list[int]:
+        """The seeds that are not recorded yet."""
+        present = {entry["seed"] for entry in record["runs"]}
+        return [seed for seed in self.seeds if seed not in present]
 
 
-def read_plan(folder: Path) -> Plan | None:
-    """The plan in `folder`, or None.
+def read_plan(file: Path) -> Plan:
+    """The plan in a file.
 
     Raises:
-        ValueError: the file there is not a plan.
+        ValueError: no such file, not a plan, it contradicts itself, or it asks for seeds that were already seen.
     """
-    file = folder / PLAN_FILE
     try:
-        content = json.loads(file.read_text())
-        pilot = content.pop("pilot")
-        return Plan(**content, pilot=pilot and Pilot(**pilot))
+        text = file.read_bytes()
+        content = json.loads(text)
     except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: not a study's plan ({error!r}); remove it to plan again") from error
+        raise ValueError(f"--plan {file}: no such file") from None
+    except ValueError as error:
+        raise ValueError(f"--plan {file}: not JSON ({error})") from error
+    own = [each for each in fields(Plan) if each.name not in ("file", "digest")]
+    required = {each.name for each in own if each.default is MISSING and each.default_factory is MISSING}
+    if not isinstance(content, dict) or not required <= content.keys() <= {each.name for each in own}:
+        present = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"--plan {file}: expected {', '.join(sorted(required))}, trials and pilot; found {present}")
+    plan = Plan(**content, file=file, digest=hashlib.sha256(text).hexdigest())
+    _check(plan)
+    return plan
 
 
-def check_same(plan: Plan, requested: Mapping[str, object], folder: Path) -> None:
-    """Raises ValueError if a flag contradicts the recorded plan."""
-    for name, value in requested.items():
-        if value is not None and value != getattr(plan, name):
-            raise ValueError(
-                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(plan, name)}; omit the flag to resume that plan, "
-                "or choose another --output-dir"
-            )
+def _check(plan: Plan) -> None:
+    where = f"--plan {plan.file}"
+    parse_arms(",".join(plan.arms))
+    if not set(plan.primary) <= set(plan.arms[1:]):
+        raise ValueError(f"{where}: primary {plan.primary}: expected arms of {plan.arms[1:]}")
+    if len(set(plan.seeds)) < max(FEWEST_SEEDS, len(plan.seeds)):
+        raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {FEWEST_SEEDS}, none twice")
+    pilot = json.loads((plan.file.parent / plan.pilot).read_text())["seeds"] if plan.pilot else []
+    trials = [trial["seed"] for trial in plan.trials]
+    if again := sorted(set(plan.seeds) & {*pilot, *trials}):
+        raise ValueError(
+            f"{where}: seeds {again} were seen before the plan was made (pilot {pilot}, trials {trials}); name others"
+        )
+    if plan.steps.keys() != set(STAGES) or min(plan.steps.values()) < 1:
+        raise ValueError(f"{where}: steps {plan.steps}: expected a positive number for each of {', '.join(STAGES)}")
+    if not 0 < plan.margin < math.inf:
+        raise ValueError(f"{where}: margin {plan.margin}: expected a positive number of points")
 
 
-def fitting(
-    hours: float, pilot: Pilot, full_steps: Mapping[str, int], arms: int, at_once: int, seeds: int | None
-) -> tuple[dict[str, int], int]:
-    """Steps of each stage and number of seeds that fit into the hours: the recipe's steps first, then seeds.
-
-    Args:
-        full_steps: the recipe's steps of each stage.
-        at_once: number of runs that train in parallel.
-        seeds: number of seeds if it is fixed; else `FEWEST_SEEDS` to `MOST_SEEDS`.
+def check_record(plan: Plan, record: Record, where: Path) -> None:
+    """Refuses a record that is not of complete seeds of this plan.
 
     Raises:
-        ValueError: not even the fewest steps with the fewest seeds fit.
+        ValueError: its runs follow another plan, or are not the plan's arms for some seed.
     """
-    seconds = hours * 3600 * (1 - FOR_MEASURING) * at_once / arms  # of all seeds of one arm
-    whole = sum(full_steps[stage] * pilot.per_step[stage] for stage in full_steps)
-    count = seeds or max(FEWEST_SEEDS, min(MOST_SEEDS, int(seconds / (pilot.overhead + whole))))
-    share = min(1.0, (seconds / count - pilot.overhead) / whole)
-    steps = {stage: int(share * full) for stage, full in full_steps.items()}
-    if min(steps.values()) < FEWEST_STEPS:
-        least = (
-            (pilot.overhead + max(FEWEST_STEPS / full for full in full_steps.values()) * whole) * count * arms / at_once
-        )
+    arms: dict[int, list[str]] = {}
+    for entry in record["runs"]:
+        check_digest(plan, entry["plan"], where)
+        arms.setdefault(entry["seed"], []).append(entry["arm"])
+    for seed, present in arms.items():
+        if present != plan.arms or seed not in plan.seeds:
+            raise ValueError(f"{where}: seed {seed} has runs of {present}; expected {plan.arms} for seeds {plan.seeds}")
+
+
+def check_digest(plan: Plan, before: str, where: Path) -> None:
+    """Raises ValueError if the runs in `where` follow a plan of another digest."""
+    if before != plan.digest:
         raise ValueError(
-            f"--hours {hours:g}: {arms} arms with {count} seeds need at least "
-            f"{least / 3600 / (1 - FOR_MEASURING):.2g} by the pilot; raise it, or name fewer --arms"
+            f"{where}: runs follow a plan of digest {before[:12]}, {plan.file} has {plan.digest[:12]}; a plan may not "
+            "change after its first run: restore it, or write a new one with new seeds into another folder"
         )
-    return steps, count
 
 
-def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: int) -> float:
-    """Hours that training and answering take for this many runs, `at_once` of them in parallel."""
-    seconds = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
-    return math.ceil(runs / at_once) * seconds / 3600
+def hold(plan: Plan, folder: Path) -> None:
+    """Ties the output folder to the plan.
 
-
-def smallest_differences(
-    right: Mapping[str, float], questions: Mapping[str, int], arms: int, seeds: int
-) -> dict[str, float]:
-    """The difference in points that would be shown with probability `POWER`, for each task and for the mean over all.
-
-    Args:
-        right: share of right answers in each task.
-        questions: number of questions of each task.
-        arms: number of arms that are compared with the baseline.
+    Raises:
+        ValueError: its runs were begun by another plan.
     """
-    tasks = len(right)
-    single = {task: _variances(right[task], questions[task], seeds) for task in right}
-    of_runs = 2 * SEED_DEVIATION**2 / seeds
-    smallest = {task: _smallest(*single[task], of_runs, arms * tasks) for task in right}
-    varies, drawn = (sum(pair[i] for pair in single.values()) / tasks**2 for i in (0, 1))
-    return smallest | {MEAN: _smallest(varies, drawn, of_runs, arms)}
-
-
-def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:
-    # Variances of a task's difference by its answers alone: its own, and the interval's, with two questions more.
-    share = max(0.5, (right * questions + 1) / (questions + 2))  # no pilot is so good that nothing varies
-    of_question = 2 * share * (1 - share) / seeds
-    return of_question / questions, (of_question * questions + 2) / (questions + 2) ** 2
-
-
-def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> float:
-    normal = NormalDist()
-    outside = normal.inv_cdf((1 + confidence_of(verdicts)) / 2) * math.sqrt(drawn + varies + of_runs)
-    return 100 * (outside + normal.inv_cdf(POWER) * math.sqrt(varies + of_runs))
-
-
-def points_in_words(points: float) -> str:
-    """A smallest difference as text; `none` above 100 points, since no difference is that large."""
-    return f"{points:.1f}" if points <= 100 else "none"
-
-
-# --- a test over seeds ------------------------------------------------------------------------------------------------
-
-
-def shown_probability(difference: float, deviation: float, seeds: int, confidence: float) -> float:
-    """How probably a true difference has an interval of `paired.compare_seeds` on its side of zero.
-
-    Args:
-        deviation: standard deviation of the seeds' differences.
-    """
-    spread, share, edge = _spreads(seeds, confidence)
-    normal = NormalDist()
-    shift = abs(difference) * math.sqrt(seeds) / deviation
-    return sum(p * normal.cdf(shift - edge * x) for x, p in zip(spread, share, strict=True))
-
-
-def within_probability(margin: float, deviation: float, seeds: int, confidence: float) -> float:
-    """How probably that interval lies within the margin on both sides of zero where arms do not differ."""
-    spread, share, edge = _spreads(seeds, confidence)
-    normal = NormalDist()
-    room = margin * math.sqrt(seeds) / deviation
-    return sum(p * max(0.0, 2 * normal.cdf(room - edge * x) - 1) for x, p in zip(spread, share, strict=True))
-
-
-def smallest_shown(deviation: float, seeds: int, confidence: float, power: float = POWER) -> float:
-    """The difference that is shown with this probability."""
-    low, high = 0.0, 100 * deviation
-    while high - low > 1e-6 * deviation:
-        middle = (low + high) / 2
-        low, high = (middle, high) if shown_probability(middle, deviation, seeds, confidence) < power else (low, middle)
-    return high
-
-
-@cache
-def _spreads(seeds: int, confidence: float) -> tuple[list[float], list[float], float]:
-    """Estimated over true standard deviation, the probability of each, and the quantile of Student's t."""
-    freedom, points = seeds - 1, 2000
-    spread = [6 * (i + 0.5) / points for i in range(points)]
-    logs = [(freedom - 1) * math.log(x) - freedom * x * x / 2 for x in spread]
-    weights = [math.exp(value - max(logs)) for value in logs]
-    total = sum(weights)
-    return spread, [weight / total for weight in weights], student_quantile((1 + confidence) / 2, freedom)
+    mark = folder / DIGEST
+    if mark.is_file():
+        check_digest(plan, mark.read_text().strip(), mark)
+    mark.write_text(f"{plan.digest}\n")

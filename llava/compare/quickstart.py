@@ -9,7 +9,6 @@ on a GPU arms train in sequence. Finished steps are skipped: rerun the same comm
 """
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -18,29 +17,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.compare.answers import UNTOUCHED
-from llava.compare.engine import DEMO, Experiment, at_work, show_times
-from llava.compare.lanes import StageStep, Step, StepError, runs_at_once
-from llava.compare.runs import NOT_IDENTITY, Run
-from llava.compare.stage import WHOLE_RUNS, last_step, refuse_ignored
-from llava.launch.cpu import POLICY
+from llava.compare.answers import RECORDS, UNTOUCHED, Record, held_out
+from llava.compare.engine import DEMO, WHOLE_RUNS, Experiment, at_work, refuse_ignored, show_times
+from llava.compare.record import FILE, add_run, new_record, read_record, write_record
+from llava.compare.report import write_page
+from llava.compare.runs import LOG_FILE, Run, check_results, check_runs
+from llava.compare.steps import StageStep, Step, runs_at_once
+from llava.eval.results import Results, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
-from llava.launch.settings import Refusal
-from llava.utils.files import write_json
+from llava.utils.files import write_text
 from llava.utils.machine import available_cores
-from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 from llava.utils.plugins import load_named
-from llava.utils.provenance import differences
 from playground import smollm2
 from playground.options import PICTURES
-from playground.store import PlaygroundError, read_manifest, shown_python
+from playground.store import shown_python
 
 ROOT_OF_INPUTS = Path("playground/data")
 ANSWERS = "answers"  # folder of what each arm answered
-TIMES = "times.json"  # seconds of every step
-SET_UP = "set-up of .venv"
-SETTINGS = "settings.json"  # next to a stage's folder: what decides it
+ALL = "all questions"
+SCORES = "held-out accuracy, % (95 % interval)"
+PAGE = "index.html"
+VARIABLES = ("ARMS", "OUTPUT_ROOT")
+"""The script's variables for `--arms` and `--output-dir`."""
+MEASURED = 24  # pictures on which update rates are measured
+EXAMPLES = 3  # pictures on the page
 
 
 @dataclass
@@ -112,15 +113,17 @@ class Quickstart(Experiment):
 
     def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> StageStep:
         step, recipe = super().stage(run, stage, part, more), self.recipes[run.arm, stage]
-        step.title, step.compared = f"{run.arm}, stage {1 + STAGES.index(stage)}", ()
+        step.title = f"{run.arm}, stage {1 + STAGES.index(stage)}"
         step.steps, step.batch = max(0, int(recipe["flags"]["max_steps"])), recipe["batch"]["global"]
         return step
 
     def answers(self, run: Run) -> Step:
-        data, place, log = self.root / self.data, self.folder / ANSWERS / run.arm, run.folder("answers.log")
-        step = self.held_out(run, data, place, log, controls=(UNTOUCHED,))
+        step = self.held_out(run, self.root / self.data, self.folder / ANSWERS / run.arm, (UNTOUCHED,))
         step.settings = {**step.settings, **self.threads(len(self.places()))}
         return step
+
+    def results_of(self, run: Run) -> Results:
+        return read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
@@ -128,10 +131,11 @@ class Quickstart(Experiment):
         """Every part in its order.
 
         Raises:
-            StepError, PlaygroundError: a step failed, or the folder holds another quickstart.
+            ValueError: the folder holds another quickstart.
+            StepError: a step failed.
         """
+        self.check_settings()
         self.prepare()
-        self.keep_settings()
         width = len(self.places())
         order = "in sequence" if width == 1 else f"{width} at a time"
         title = f"{count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
@@ -140,123 +144,121 @@ class Quickstart(Experiment):
         self.page()
 
     def prepare(self) -> None:
-        """The language model | pictures, then the tower. All cores train the tower, so waiting threads may sleep."""
+        """The language model | pictures, then the tower."""
         root = ("--root", str(self.root))
-        model, pictures, tower = self.inputs(
-            ("smollm2", *root), (self.data, *root), ("tower", "--data", self.data, *root)
-        )
-        for step, title in ((model, "language model"), (pictures, f"pictures, {self.data}"), (tower, "vision tower")):
-            policy = {name: os.environ.get(name, value) for name, value in POLICY.items()}
-            step.title, step.settings = title, {**step.settings, **policy}
+        model, *pictures = self.inputs(("smollm2", *root), (self.data, *root), ("tower", "--data", self.data, *root))
         width = 1 if resolve_devices(os.environ).on_gpu else 2
-        lanes = {"language model": [model], "tower": [pictures, tower]}
-        self.part("inputs: language model, pictures, vision tower", lanes, width)
+        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, width)
 
     def page(self) -> None:
-        """Writes the page, without the time of its own step, and prints the table."""
-        self.times["all"] = self.times.get(SET_UP, 0.0) + sum(self.parts.values())
-        keep_longest(self.times, self.folder / TIMES)
-        arms = [word for arm in self.runs for word in ("--arm", arm.arm, *(str(arm.folder(stage)) for stage in STAGES))]
-        data = ("--data", self.root / self.data, "--output-dir", self.folder)
-        step = self.python("page", self.folder / "page.log", "playground", "compare", *arms, *data)
-        self.part("page", {"page": [step]})
+        """Checks the runs, writes the record and the page, and prints the table."""
+        for stage in STAGES:
+            check_runs(self.runs, stage)
+        check_results(self.runs, self.results_of)
+        data = self.root / self.data / RECORDS
+        self.part("update rates", self.measurements(STAGES[-1], "analysis", ["update-rates"], str(data), MEASURED))
+        times = self.times | {"all": sum(self.parts.values())}
+        if (file := self.folder / FILE).is_file():  # a skipped step takes no time: the longer one is kept
+            before = read_record(file).get("times", {})
+            times = before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()}
+        record = new_record(
+            title=f"{' and '.join(self.arms)} on {self.data}", overall=ALL, times=times, examples=self.examples(),
+            next=self.next(), logs=self.logs(),
+        )  # fmt: skip
+        for run in self.runs:
+            add_run(record, run, self.results_of(run))
+        write_record(record, file)
+        write_page(record, self.folder, page=PAGE)
+        write_text(self.folder / "table.md", table_of(record) + "\n")
         print("\n" + (self.folder / "table.md").read_text())
 
-    # --- a folder holds one quickstart --------------------------------------------------------------------------------
+    def examples(self) -> list[dict[str, str]]:
+        """Held-out questions about different pictures, at first one of each kind."""
+        chosen: dict[str, Record] = {}
+        records = held_out(self.root / self.data)
+        for record in records:
+            if record["kind"] not in chosen and record["image"] not in {other["image"] for other in chosen.values()}:
+                chosen[record["kind"]] = record
+        pictures = {record["image"] for record in chosen.values()}
+        others = [record for record in records if record["image"] not in pictures]
+        images = self.root / self.data / "images"
+        return [
+            {"task": record["kind"], "id": record["id"], "picture": str(images / record["image"])}
+            | {"question": record["conversations"][0]["value"].replace("<image>\n", "")}
+            for record in [*chosen.values(), *others][:EXAMPLES]
+        ]
 
-    def keep_settings(self) -> None:
-        """Writes next to every stage's folder what decides it.
+    def next(self) -> list[tuple[str, str]]:
+        """What to do with the models, each with its command."""
+        last = f"{self.folder / self.arms[-1]}/finetune"
+        picture = self.examples()[0]["picture"]
+        talk = [shown_python(), "-m", "llava.serve.cli", "--model-path", last, "--image-file", picture]
+        models = [f"{run.arm}={run.folder(STAGES[-1])}" for run in self.runs]
+        code = "from llava.model.builder import load_pretrained_model\n\n"
+        code += f'tokenizer, model, image_processor, context_len = load_pretrained_model("{last}", None, "llava")'
+        return [
+            ("Talk to the model", shlex.join(talk)),
+            ("Every table and figure of the paper for these models", f"bash scripts/analyze.sh {shlex.join(models)}"),
+            ("A comparison of arms over several seeds", "bash scripts/compare.sh --preset demo --seeds 3"),
+            ("The paper's recipe on GPUs", "PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/pretrain.sh"),
+            ("In Python", code),
+        ]
 
-        Raises:
-            PlaygroundError: the folder holds a stage with other settings.
-        """
-        now = {self.folder / arm / stage: self.made_from(arm, stage) for arm, stage in self.recipes}
-        for folder, made_from in now.items():
-            if last_step(folder):
-                refuse_other(folder, made_from)
-        for folder, made_from in now.items():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            write_json(settings_file(folder), made_from)
-
-    def made_from(self, arm: str, stage: str) -> dict[str, Any]:
-        """The stage's flags and its inputs' settings by name; for stage 2 also those of stage 1."""
-        flags = self.recipes[arm, stage]["flags"]
-        settings = {name: value for name, value in flags.items() if not name.startswith(NOT_IDENTITY)}
-        for name in ("model_name_or_path", "vision_tower"):
-            settings[f"made as, {name}"] = (read_manifest(Path(flags[name])) or {}).get("settings")
-        settings["made as, data"] = (read_manifest(Path(flags["data_path"]).parent) or {}).get("settings")
-        if stage != STAGES[0]:
-            settings |= {f"stage 1, {name}": value for name, value in self.made_from(arm, STAGES[0]).items()}
-        return settings
-
-
-def settings_file(folder: Path) -> Path:
-    """The file that records what decides the stage in `folder`."""
-    return folder.with_name(f"{folder.name}-{SETTINGS}")
-
-
-def refuse_other(folder: Path, made_from: Mapping[str, Any]) -> None:
-    """Raises PlaygroundError if other settings decided `folder`, with what differs."""
-    try:
-        before = json.loads(settings_file(folder).read_text())
-    except (OSError, ValueError):
-        raise PlaygroundError(f"{folder} was not made by the quickstart; remove it, or set OUTPUT_ROOT") from None
-    if changed := differences(before, made_from):
-        listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in list(changed.items())[:3])
-        more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise PlaygroundError(
-            f"{folder} was made with different settings ({listed}{more}); remove it, or choose another OUTPUT_ROOT"
-        )
+    def logs(self) -> list[tuple[str, str]]:
+        """Titles and relative paths of every stage's logs."""
+        files = [(run.arm, stage, file) for run in self.runs for stage in STAGES
+                 for file in (run.folder(stage) / LOG_FILE, run.folder(stage).with_suffix(".log"))]  # fmt: skip
+        return [
+            (f"{arm}, {stage}: {file.name}", os.path.relpath(file, self.folder))
+            for arm, stage, file in files
+            if file.is_file()
+        ]
 
 
-def keep_longest(times: Mapping[str, float], file: Path) -> None:
-    """Adds `times` to those in `file`; the longer time is kept, since a skipped step takes none."""
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
+def table_of(record: Mapping[str, Any]) -> str:
+    """Scores and what the arms logged: a column for each arm, and what chance gives."""
+    from llava.compare.tables import Statistics, logged_table, scores_table
+
+    stats = Statistics(dict(record))
+    rows = [["", *stats.arms, ""], [SCORES, *[""] * len(stats.arms), "chance"]]
+    for row in scores_table(stats):
+        rows.append([f"  {row['benchmark']}", *(row[arm] for arm in stats.arms), row["chance"]])
+    rows += [[row["logged"], *(f"{row[arm]:.3g}" for arm in stats.arms), ""] for row in logged_table(stats)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header, *lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m playground quickstart`."""
+    """The flags of `quickstart`."""
     parser.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="pictures of training and questions")
-    parser.add_argument("--arms", default="none gwc_layernorm", help="norms to train, separated by spaces")
+    arms, folder = (os.environ.get(name) for name in VARIABLES)
+    parser.add_argument("--arms", default=arms or "none gwc_layernorm", help="norms to train (variable: ARMS)")
     parser.add_argument("--root", type=Path, default=ROOT_OF_INPUTS, help="folder of the prepared inputs")
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--set-up-seconds", type=float, default=0.0, help="seconds of the set-up before this command")
+    where = "default: outputs/quickstart, or outputs/quickstart-<data> (variable: OUTPUT_ROOT)"
+    parser.add_argument("--output-dir", type=Path, default=folder and Path(folder), help=where)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the whole quickstart and prints where everything is.
 
     Raises:
-        PlaygroundError: wrong settings, a folder of another quickstart, or a failed step.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM.
+        ValueError: wrong settings, or a folder of another quickstart.
+        StepError: a step failed.
     """
-    if not IS_CHECKOUT:
-        raise PlaygroundError(NEEDS_CHECKOUT)
+    for name in VARIABLES:  # the stages' scripts have other names for them, and would ask
+        os.environ.pop(name, None)
     arms = args.arms.replace(",", " ").split()
     if not arms or len(set(arms)) < len(arms):
-        raise PlaygroundError(f"--arms {args.arms!r}: expected names of norms, each once")
-    try:
-        quickstart = Quickstart.of(args.data, arms, args.output_dir, args.root)
-        if args.set_up_seconds:
-            quickstart.times[SET_UP] = args.set_up_seconds
-        with at_work(args.output_dir) as quickstart.lock:
-            quickstart.work()
-    except StepError as error:
-        raise PlaygroundError(f"{error}\nrerun the same command to resume") from None
-    except (ValueError, Refusal) as error:
-        raise PlaygroundError(str(error)) from None
-    show_end(quickstart)
-
-
-def show_end(quickstart: Quickstart) -> None:
-    """Prints the times, and where everything is."""
-    folder, data = quickstart.folder, quickstart.root / quickstart.data
-    quickstart.times["all"] = quickstart.times.get(SET_UP, 0.0) + sum(quickstart.parts.values())
-    show_times(quickstart.times)
-    picture = next(iter(sorted((data / "images").glob("*"))), "PICTURE")
-    words = ["--model-path", f"{folder / quickstart.arms[-1]}/finetune", "--image-file", str(picture)]
-    print(f"\npage          {folder}/index.html    table, results: table.md, results.json")
+        raise ValueError(f"--arms {args.arms!r}: expected names of norms, each once")
+    name = "quickstart" if args.data == PICTURES[0] else f"quickstart-{args.data}"
+    folder = args.output_dir or Path("outputs") / name
+    quickstart = Quickstart.of(args.data, arms, folder, args.root)
+    with at_work(folder) as quickstart.lock:
+        quickstart.work()
+    show_times({**quickstart.times, "all": sum(quickstart.parts.values())})
+    print(f"\npage          {folder}/{PAGE}    table, record: table.md, {FILE}")
     print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}    logs: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
-    print(f"talk to it    {shlex.join([shown_python(), '-m', 'llava.serve.cli', *words])}")
+    print(f"talk to it    {quickstart.next()[0][1]}")
     print("every table and figure of the paper    bash scripts/analyze.sh    (docs/analysis.md)")

@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from llava.compare.stage import WHOLE_RUNS, refuse_ignored
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
 from llava.launch.settings import NAMES
 from llava.launch.variable_check import OF_ONE_STAGE
@@ -129,6 +128,8 @@ class Recipe:
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""
+        from llava.compare.engine import WHOLE_RUNS, refuse_ignored
+
         refuse_ignored([WHOLE_RUNS])
         name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
         environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}

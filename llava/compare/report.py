@@ -1,71 +1,147 @@
-"""One page about a comparison: scores with intervals and verdicts, training, layers, cost, configuration, provenance.
+"""Writes the page of a record: scores with intervals, training, layers, cost, configuration, and where it comes from.
 
-Writes `report.html` (self-contained), `report.md` and a `report-<table>.csv` for every table.
+`report.html` is self-contained; `report.md` and a `report-<table>.csv` for every table have the same numbers.
 """
 
+import argparse
 import base64
 import csv
 import hashlib
+import io
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from llava.compare import paper
-from llava.compare.figures import analysis_figures, intervals, training_curves
-from llava.compare.report_tables import (
-    Statistics,
-    analysis_tables,
-    caveats,
-    every_table,
-    headline_table,
-)
-from llava.compare.runs import Run
-from llava.compare.study_record import as_json
-from llava.launch.recipe import STAGES
+from llava.compare.plan import Plan, check_record, read_plan
+from llava.compare.record import Record, differing, read_record
 from llava.utils.presentation import column_names, looks, number_columns
 from llava.utils.versions import git_commit
 
+PAGE = "report.html"
+SHOWN_SIDE = 256  # longest side of a picture on the page, in pixels
 
-def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> list[Path]:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `report`."""
+    parser.add_argument("record", type=Path, help="a record.json, or the folder of an experiment")
+    parser.add_argument("--plan", type=Path, help="the plan that its runs follow")
+    parser.add_argument("--output-dir", type=Path, help="folder of the page (default: the record's)")
+    parser.add_argument(
+        "--against", type=Path, help="write no page: compare every answer with this record of the same runs"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command `report`.
+
+    Raises:
+        ValueError: not a record, not that plan's, or one whose runs differ from those of `--against`.
+    """
+    record = read_record(args.record)
+    if args.against:
+        show_differing(differing(record, read_record(args.against)), args.against)
+        return
+    plan = read_plan(args.plan) if args.plan else None
+    if plan:
+        check_record(plan, record, args.record)
+    elif record["runs"] and record["runs"][0]["plan"]:
+        raise ValueError(f"{args.record}: its runs follow a plan; give it as --plan FILE")
+    folder = args.output_dir or (args.record if args.record.is_dir() else args.record.parent)
+    for path in write_page(record, folder, plan):
+        print(f"written: {path}")
+
+
+def show_differing(changed: Mapping[str, Sequence[str]], against: Path) -> None:
+    """Prints what the runs of two records differ in.
+
+    Raises:
+        ValueError: some run differs.
+    """
+    for name, parts in changed.items():
+        print(f"{name}: {', '.join(parts) or 'every score, log-probability and loss is the same'}")
+    if differ := [name for name, parts in changed.items() if parts]:
+        raise ValueError(f"{'; '.join(differ)}: not as in {against}; another kind of processor rounds differently")
+
+
+def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str = PAGE) -> list[Path]:
     """Writes the page, its Markdown and its CSV files into `folder`; returns their paths.
 
     Args:
-        questions: whether the runs also answered the caller's own questions.
+        plan: of the study that the record is of; nothing is compared before its last seed.
+        page: name of the HTML file.
     """
-    stats = Statistics(runs, lambda run: run.results.tasks | (run.own_results.tasks if questions else {}))
-    model = runs[0].configuration("pretrain")["model.model_name_or_path"]
-    llm = paper.language_model_of(model)
-    tables = every_table(stats, runs, llm, folder)
+    from llava.compare import figures, tables
+
+    missing = plan.missing(record) if plan else []
+    stats = tables.Statistics(record, plan) if record["runs"] and not missing else None
+    every = tables.every_table(record, plan, stats)
+    arms = list(dict.fromkeys(entry["arm"] for entry in record["runs"]))
+    left = f"{len(missing)} of {len(plan.seeds) if plan else 0} seeds are missing"
+    analysis = folder / "analysis"
     context = {
-        "title": f"{', '.join(stats.arms)} on {Path(model).name}",
-        "stats": stats,
-        "caveats": caveats(stats, runs),
-        "headline": headline_table(tables["results"], llm),
-        "tables": tables,
-        "measured": analysis_tables(folder / "analysis"),
+        "title": record.get("title") or ", ".join(arms),
+        "summaries": tables.summaries(stats) if stats else [f"{left}. Nothing is compared before the last one."],
+        "caveats": tables.caveats(stats) if stats else [],
+        "tables": every,
+        "measured": tables.measured_tables(analysis),
         "commit": git_commit(),
     }
-    figures = {
-        "intervals": intervals({arm: as_json(by_task) for arm, by_task in stats.results.items()}, stats.arms),
-        "curves": training_curves([(run.arm, [run.log(stage) for stage in STAGES]) for run in runs]),
-        "analysis": analysis_figures(folder / "analysis"),
-        "colours": {arm: look["color"] for arm, look in looks(stats.arms).items()},
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / page, folder / Path(page).with_suffix(".md")]
+    drawn = {
+        "colours": {arm: look["color"] for arm, look in looks(arms).items()},
+        "curves": figures.training_curves(record),
+        "analysis": figures.analysis_figures(analysis),
+        "examples": pictured(record),
+        "next": record.get("next", []),
+        "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],
+        "logs": record.get("logs", []),
     }
-    written = [folder / "report.html", folder / "report.md"]
-    written[0].write_text(render("page.html.jinja", **context, **figures), encoding="utf-8")
+    if stats and stats.results:
+        written.append(folder / f"{Path(page).stem}-differences.svg")
+        written[-1].write_bytes(picture := figures.differences(stats))
+        drawn["differences"] = figures.data_uri(picture, "svg+xml")
+    written[0].write_text(render("page.html.jinja", **context, **drawn), encoding="utf-8")
     written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")
-    for name, rows in tables.items():
-        written.append(folder / f"report-{name}.csv")
-        with open(written[-1], "w", newline="", encoding="utf-8") as stream:
+    for name, rows in every.items():
+        written.append(folder / f"{Path(page).stem}-{name.replace(' ', '-')}.csv")
+        with written[-1].open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, column_names(rows))
             writer.writeheader()
             writer.writerows(rows)
     return written
+
+
+def pictured(record: Record) -> list[dict[str, Any]]:
+    """The record's examples with their pictures inline, and the first seed's answers of all arms."""
+    first = [entry for entry in record["runs"] if entry["seed"] == record["runs"][0]["seed"]]
+    shown = []
+    for example in record.get("examples", []):
+        task, number = example["task"], record["questions"][example["task"]].index(example["id"])
+        answers = [f"{entry['arm']}: {entry['answers'][task][number]}" for entry in first]
+        expected = record["tasks"][task]["targets"][number]
+        uri = picture_uri(Path(example["picture"]))
+        shown.append({"question": example["question"], "expected": expected, "answers": answers, "uri": uri})
+    return shown
+
+
+def picture_uri(path: Path) -> str:
+    """A picture of at most `SHOWN_SIDE` pixels, inline."""
+    from PIL import Image
+
+    from llava.compare.figures import data_uri
+
+    stream = io.BytesIO()
+    with Image.open(path) as picture:
+        picture = picture.convert("RGB")
+        picture.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+        picture.save(stream, "PNG")
+    return data_uri(stream.getvalue(), "png")
 
 
 def shown(value: Any) -> str:
@@ -79,14 +155,6 @@ def markdown_text(value: object) -> str:
         return value
     text = re.sub(r"\s+", " ", shown(value))
     return re.sub(r"([\\`*_{}\[\]<>|&#~])", r"\\\1", text)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that is also read as text; the first row is its header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def render(template: str, **context: Any) -> str:

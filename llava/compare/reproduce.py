@@ -19,14 +19,13 @@ from llava.analysis.all import command_line, run_all
 from llava.analysis.commands import PACKAGE
 from llava.analysis.models import NamedModel, named_model
 from llava.compare import trained_inputs
-from llava.compare.comparison import Comparison
-from llava.compare.engine import at_work
-from llava.compare.lanes import Step
+from llava.compare.engine import at_work, refuse_ignored
 from llava.compare.paper import ARMS
 from llava.compare.published import Files, Published, download, lacking_space, revisions, to_download
 from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
+from llava.compare.run import Comparison
 from llava.compare.runs import Run
-from llava.compare.stage import refuse_ignored
+from llava.compare.steps import Step
 from llava.eval.harness import token_fault
 from llava.eval.results import RESULTS_FILE
 from llava.eval.tasks import choose

@@ -5,6 +5,7 @@ A comparison trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetu
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
-from llava.compare.stage import LOG_FILE, logged_steps
 from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
-from llava.eval.score import task_result
 from llava.launch.flags import parse_flags
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
+from llava.utils.processes import tail
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software
 
+LOG_FILE = "train_log.jsonl"
+Log = Sequence[Mapping[str, float]]
+"""The optimizer steps that a stage logged."""
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
@@ -56,7 +59,8 @@ class Run:
         return (self.folder(stage) / DONE).is_file()
 
     def has_begun(self, stage: str) -> bool:
-        return (self.folder(stage) / RUN_FILE).is_file()
+        """Whether a step of the stage is logged."""
+        return last_step(self.folder(stage)) is not None
 
     def starts(self, stage: str) -> list[dict[str, Any]]:
         return read_starts(self.folder(stage) / RUN_FILE)
@@ -107,6 +111,8 @@ class Run:
     @cached_property
     def own_results(self) -> Results:
         """The scores of `answers`, in the form of an evaluation's."""
+        from llava.eval.score import task_result  # takes a second
+
         record = recorded(self.answers)
         if record is None:
             raise ValueError(f"{self.answers}: no record of its questions next to it; rerun the comparison")
@@ -120,6 +126,31 @@ class Run:
         lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
         return [line for line in lines if "eval/loss" in line]
 
+
+def logged_steps(folder: Path) -> list[dict[str, float]]:
+    """The optimizer steps that the stage in `folder` logged."""
+    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+def last_step(folder: Path) -> dict | None:
+    """The newest line about an optimizer step, or None; an incomplete last line is skipped."""
+    try:
+        lines = tail(folder / LOG_FILE).splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if re.search(r'"loss": .*"samples_per_second": .*}$', line):
+            return json.loads(line)
+    return None
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the stage in `folder` ended, and its model is there."""
+    return (folder / DONE).is_file() and any(folder.glob("*model*.safetensors"))  # LORA=1: adapter_model.safetensors
+
+
+# --- what must be equal -----------------------------------------------------------------------------------------------
 
 TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and rerun the comparison."
 
@@ -168,7 +199,8 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
 
 def check_flags(run: Run, stage: str, flags: Mapping[str, str]) -> None:
     """Raises ValueError if the stage was trained with other flags than `flags`, but for those of its arm and seed."""
-    own = (*NOT_IDENTITY, "mm_projector_norm", "mm_projector_type", "seed", "local_rank")
+    own = (*NOT_IDENTITY, "mm_projector_norm", "mm_projector_type", "local_rank")
+    own += () if run.seed is None else ("seed",)
     before, now = ({name: value for name, value in given.items() if not name.startswith(own)}
                    for given in (run.flags(stage), flags))  # fmt: skip
     if changed := differences(before, now, ABSENT):
@@ -198,8 +230,8 @@ def check_arm(run: Run, stage: str) -> None:
     """Raises ValueError unless folder name and run agree, and stage 2 starts from its own stage 1."""
     actual = run.configuration(stage)
     arm = parse_arm(run.arm)
-    expected = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
-    expected["model.mm_projector_type"] = arm.projector
+    expected = {} if run.seed is None else {"training.seed": run.seed}
+    expected |= {"model.mm_projector_norm": arm.norm, "model.mm_projector_type": arm.projector}
     if arm.norm != BASELINE:
         expected |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
     if stage == "finetune":

@@ -12,8 +12,7 @@ _SHARED = ("llava/*.py", "llava/utils/**/*.py", "llava/data/**/*.py", "llava/mod
 TRAINING = (*_SHARED, "llava/train/**/*.py")
 EVALUATION = (*_SHARED, "llava/eval/**/*.py")
 ANALYSIS = (*_SHARED, "llava/analysis/**/*.py")
-PLAYGROUND = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
-"""The source files that may decide trained weights, scores of benchmarks, measurements, and the playground's scores."""
+"""The source files that may decide trained weights, scores of benchmarks, and measurements."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
 """The packages that training computes with."""
 

@@ -29,7 +29,7 @@ FIRST = {
     "vllm": "serve",
 }
 """Questions, and the page that answers each."""
-LOWERED = {"api", "changelog", "source", "study-exploratory-runs", "study-pilot-numbers", "study-runs"}
+LOWERED = {"api", "changelog", "source"}
 HITS = "hits => hits.slice(0, 3).map(hit => hit.querySelector('a').pathname.split('/')[1])"
 
 
@@ -91,7 +91,7 @@ def test_on_a_phone_name_and_diagram_are_readable_and_comments_wrap(page, addres
     assert min(map(int, re.findall(r'font-size="(\d+)"', drawing))) * scale > 9
 
 
-@pytest.mark.parametrize("name", ["", "first-hour/", "performance/", "study/", "study-pilot-numbers/", "tests/"])
+@pytest.mark.parametrize("name", ["", "first-hour/", "performance/", "study/", "tests/"])
 def test_on_paper_nothing_is_cut_and_headings_stay_with_their_text(page, address, name):
     page.set_viewport_size({"width": 680, "height": 1000})  # an A4 sheet within its margins
     page.goto(address + name)

@@ -1,6 +1,5 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
-import argparse
 import json
 import os
 import signal
@@ -22,11 +21,11 @@ from warm_python import warm_python
 
 from llava.compare.arms import Arm, parse_arm
 from llava.compare.commands import main
-from llava.compare.comparison import Comparison, add_arguments
 from llava.compare.engine import DEMO
+from llava.compare.plan import read_plan
 from llava.compare.quickstart import Quickstart
-from llava.compare.stage import is_finished
-from llava.compare.study import Study
+from llava.compare.run import Comparison, Planned
+from llava.compare.runs import is_finished
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE
 
@@ -69,21 +68,21 @@ def wait_for(line, seen):
 @pytest.mark.slow
 def test_every_step_in_order_and_a_rerun_trains_and_measures_nothing(compare):
     run, seen = compare
-    flags = ("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope")
+    flags = ("--arms", "none,layernorm@default", "--seeds", "7,", "--tasks", "pope")
     done = run(*flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert seen() == [
         "train 7 none pretrain",
         "train 7 none finetune",
         "evaluate none",
-        "train 7 layernorm_default pretrain",
-        "train 7 layernorm_default finetune",
-        "evaluate layernorm_default",
+        "train 7 layernorm@default pretrain",
+        "train 7 layernorm@default finetune",
+        "evaluate layernorm@default",
         "measure theory analysis",
     ]
     assert (run.out / "report.html").is_file()
     assert run(*flags).returncode == 0
-    assert seen() == ["evaluate none", "evaluate layernorm_default"]  # which find out what is finished
+    assert seen() == ["evaluate none", "evaluate layernorm@default"]  # which find out what is finished
     refused = run(*flags, LEARNING_RATE="0.5")
     assert refused.returncode == 2 and not seen()
     assert f"{run.out}/seed-7/none/pretrain was trained with different flags\n  learning_rate: " in refused.stderr
@@ -171,7 +170,7 @@ def test_terminated_in_a_later_step_it_lets_the_step_save(compare, step):
         (["--seeds", "1,1"], "seed twice"),
         (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
         (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
-        (["--arms", "none,layernorm_default,layernorm@default"], "arm twice"),
+        (["--arms", "none,layernorm@default,layernorm@default"], "arm twice"),
         (["--arms", "layernorm,none"], "baseline"),
         (["--arms", "none,none"], "arm twice"),
         (["--arms", "none,none@default"], "none@default"),
@@ -192,10 +191,11 @@ def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, caps
 COMMANDS = {
     "compare, demo": lambda folder: ["llava.compare", "run", "--preset", "demo", "--output-dir", folder],
     "compare, recipe": lambda folder: ["llava.compare", "run", "--output-dir", folder],
-    "study": lambda folder: ["llava.compare", "study", "--output-dir", folder],
-    "quickstart": lambda folder: ["playground", "quickstart", "--output-dir", folder],
+    "plan": lambda folder: ["llava.compare", "run", "--plan", str(PLAN), "--output-dir", folder],
+    "quickstart": lambda folder: ["llava.compare", "quickstart", "--output-dir", folder],
 }
-PLANNED = {"study": {"MAX_STEPS"}}
+PLAN = ROOT / "docs/data/study-plan.json"
+PLANNED = {"plan": {"MAX_STEPS"}}
 VALUES = {"DRY_RUN": "1", "CHECK": "1"}
 
 
@@ -204,8 +204,8 @@ def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
     arms, seeds, demo = ["none", "layernorm"], [42, 43], DEMO if command != "compare, recipe" else "llama-3.2-3b"
     if command == "quickstart":
         experiment = Quickstart.of("scenes", arms, folder)
-    elif command == "study":
-        experiment = Study(demo, arms, seeds, folder, "probes")
+    elif command == "plan":
+        experiment = Planned(demo, arms, seeds, folder, plan=read_plan(PLAN))
     else:
         experiment = Comparison(demo, arms, seeds, folder)
     return list(experiment.every_settings())
@@ -241,17 +241,13 @@ def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_pa
     assert not refused & {"DATA_PATH", "IMAGE_FOLDER", "MODEL_PATH", "LEARNING_RATE", "EVAL_DATA_PATH", "LORA"}
 
 
-def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkeypatch):
-    monkeypatch.delenv("DATA_PATH", raising=False)
+def test_the_demo_s_pictures_give_way_to_the_caller_s_data_and_stamps_are_fetched_only_for_their_task(tmp_path):
     comparison = Comparison(DEMO, ["none", "layernorm"], [42], tmp_path)
-    paths = [settings["DATA_PATH"] for settings in comparison.every_settings()]
-    assert paths == ["playground/data/mixed/pretrain.json", "playground/data/mixed/finetune.json"] * 2
-    assert "mixed" in comparison.prepared()
-    monkeypatch.setenv("DATA_PATH", "mine.yaml")
     assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
-    assert not {"mixed", "stamps"} & {*comparison.prepared()}
-    comparison.tasks = "scenes,stamps"
-    assert "stamps" in comparison.prepared()
+    comparison.tasks = "scenes"
+    assert comparison.prepared() == ["smollm2", "scenes", "tower", "heldout"]
+    comparison.tasks = "stamps"
+    assert comparison.prepared() == ["smollm2", "scenes", "stamps", "tower", "heldout"]
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"])
@@ -298,15 +294,6 @@ def test_an_arm_is_a_norm_and_its_initial_norm():
     assert parse_arm("none") == Arm("none", "")
     assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
     assert parse_arm("rmsnorm@0.25x") == Arm("rmsnorm", "0.25x")
-    assert parse_arm("layernorm_default") == parse_arm("layernorm@default") == Arm("layernorm", "default")
+    assert parse_arm("layernorm@default") == Arm("layernorm", "default")
     assert parse_arm("scale-fixed") == Arm("scale", "text_norm", learnable=False)
     assert parse_arm("scale@4x-fixed") == Arm("scale", "4x", learnable=False)
-
-
-def test_the_script_takes_every_option_of_the_command():
-    """It refuses what its head does not list, before an environment is made."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    head = (ROOT / "scripts/compare.sh").read_text()
-    for action in parser._actions:
-        assert f"\n#   {action.option_strings[0]} " in head

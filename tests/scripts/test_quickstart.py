@@ -11,16 +11,20 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import study_stub
 from paths import ROOT
+from PIL import Image
 from shell import bash, new_lines, only
+from study_stub import KINDS
 
-from llava.compare import lanes, quickstart
-from llava.compare.lanes import Step, StepError, run_lanes
+from llava.compare import quickstart, steps
+from llava.compare.steps import Step, StepError, run_lanes
 from llava.launch import devices
 
-# A stand-in for Python that writes down when what was begun and ended, and leaves the files of a training.
+# A stand-in for Python that writes down when what was begun and ended, and leaves the files of study_stub.
 PYTHON = r"""#!/usr/bin/env bash
 note() { echo "$1 $name threads=${OMP_NUM_THREADS:-}" >>"$CALLS"; }
+words=("$@")
 case "$*" in
   *train_mem.py*)
     while [ "$1" != --output_dir ]; do shift; done
@@ -32,20 +36,16 @@ case "$*" in
     [ "$name" != "train $STUBBORN" ] || { trap '' TERM USR1 INT; sleep 60 & wait; }
     [ "$name" != "train $HANGS" ] || { trap 'note end; exit 85' TERM USR1; sleep 60 & wait; }
     [ "$name" != "train $FAILS" ] || { echo "no such flag" >&2; exit 3; }
-    sleep "${TRAINS:-0.3}"
-    touch "$out/model.safetensors"
-    echo PK >"$out/mm_projector.bin" # as files of tensors begin
-    echo '{}' >"$out/config.json" ;;
-  *playground*)
-    shift 2
-    name="$1"
-    [ "$1" != controls ] || { arm=${3%/finetune}; name="answers ${arm##*/}"; }
-    note begin
-    [ "$1" != compare ] || echo "the table" >"$OUT/table.md" ;;
+    sleep "${TRAINS:-0.3}" ;;
+  *"llava.compare answers"*) arm=${5%/finetune} name="answers ${arm##*/}" && note begin ;;
+  *llava.analysis*) name="measure $3" && note begin ;;
+  *playground*) name="$3" && note begin ;;
   *) exit 1 ;;
 esac
+CALLS=/dev/null PYTHONPATH=@ROOT @PYTHON @STUB "${words[@]}"
 note end
 """
+PYTHON = PYTHON.replace("@ROOT", str(ROOT)).replace("@PYTHON", sys.executable).replace("@STUB", study_stub.__file__)
 
 
 @pytest.fixture
@@ -59,21 +59,17 @@ def start(tmp_path):
         (root / folder / "config.json").write_text("{}")
     for stage in ("pretrain", "finetune"):
         (root / f"scenes/{stage}.json").touch()
+    turns = [{"from": "human", "value": "<image>\nWhich?"}, {"from": "gpt", "value": "a"}]
+    records = [{"id": f"{kind}-0", "kind": kind, "image": f"{kind}.png", "conversations": turns} for kind in KINDS]
+    (root / "scenes/heldout.json").write_text(json.dumps(records))
+    for kind in KINDS:
+        Image.new("RGB", (4, 4)).save(root / f"scenes/images/{kind}.png")
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
     env = only(**env, HOME=tmp_path, LOCK_SECONDS=1)
 
     def run(*flags, wait=True, **extra):
-        words = [
-            sys.executable,
-            "-m",
-            "playground",
-            "quickstart",
-            "--root",
-            str(root),
-            "--output-dir",
-            str(out),
-            *flags,
-        ]
+        words = [sys.executable, "-m", "llava.compare", "quickstart", "--root", str(root), "--output-dir", str(out)]
+        words += flags
         options = {"cwd": ROOT, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
         if wait:
             return subprocess.run(words, capture_output=True, timeout=60, **options)
@@ -111,9 +107,10 @@ def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     for arm in ("none", "gwc_layernorm"):
         mine = [words[-1].removeprefix(f"{arm}/") for words in begun(lines) if words[-1].startswith(arm)]
         assert mine == ["pretrain", "finetune", arm]  # the last: its answers
-    assert begun(lines)[-1] == ["compare"] and "the table" in done.stdout
+    assert begun(lines)[-1] == ["measure", "update-rates"] and "| all questions" not in done.stdout
+    assert "|   all questions" in done.stdout and "gwc_layernorm minus none" in (start.out / "index.html").read_text()
     assert "loss 2.500  4.0 samples/s" in done.stdout and "\r" not in done.stdout
-    times = json.loads((start.out / "times.json").read_text())
+    times = json.loads((start.out / "record.json").read_text())["times"]
     assert times["none, stage 1"] >= 1 and times["all"] < sum(times.values())
 
 
@@ -130,18 +127,21 @@ def test_on_gpus_one_arm_trains_after_the_other(start):
 @pytest.mark.slow
 def test_a_second_call_trains_nothing_again(start):
     assert start().returncode == 0
+    before = json.loads((start.out / "record.json").read_text())["times"]
     start.calls()
     again = start()
     assert again.returncode == 0 and not begun(start.calls(), "train")
-    assert again.stdout.count("is complete, skipped") == 4
+    assert again.stdout.count("is complete, skipped") == 7  # stages, answers and the measurement
+    kept = json.loads((start.out / "record.json").read_text())["times"]
+    assert kept["none, stage 1"] == before["none, stage 1"]
 
 
 @pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
 def test_arms_train_one_after_the_other_where_memory_is_short(free, width, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
-    monkeypatch.setattr(lanes, "memory_quota", lambda: None)
-    assert lanes.runs_at_once(2, cores=2) == width
-    assert lanes.runs_at_once(2, cores=1) == 1
+    monkeypatch.setattr(steps, "memory_quota", lambda: None)
+    assert steps.runs_at_once(2, cores=2) == width
+    assert steps.runs_at_once(2, cores=1) == 1
 
 
 def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypatch):
@@ -152,8 +152,8 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
     (tmp_path / "memory.max").write_text("max\n")
     assert devices.memory_quota(tmp_path) is None
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
-    monkeypatch.setattr(lanes, "memory_quota", lambda: 4 * 2**30)
-    assert lanes.runs_at_once(2, cores=2) == 1
+    monkeypatch.setattr(steps, "memory_quota", lambda: 4 * 2**30)
+    assert steps.runs_at_once(2, cores=2) == 1
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 @pytest.mark.slow
 def test_a_failed_step_names_its_log_and_ends_the_other_arm(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     log = start.out / "none/finetune.log"
     assert "none, stage 2 failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
     assert failed.stderr.endswith(f"its log: {log}\nrerun the same command to resume\n")
@@ -205,15 +205,15 @@ def test_a_second_call_with_other_settings_is_refused_by_name(start):
     start.calls()
     for variable, value, name in (("SEED", 7, "seed"), ("MODEL_PATH", "/", "model_name_or_path")):
         other = start(**{variable: value})
-        assert other.returncode == 1 and not begun(start.calls(), "train")
-        (line,) = other.stderr.splitlines()
-        assert f"{start.out}/none/pretrain was made with different settings ({name} was " in line
-        assert "OUTPUT_ROOT" in line
+        assert other.returncode == 2 and not begun(start.calls(), "train")
+        first, second, *_ = other.stderr.splitlines()
+        assert f"{start.out}/none/pretrain was trained with different flags" in first
+        assert f"{name}: " in second and "choose another --output-dir" in other.stderr
 
 
 @pytest.mark.slow
 def test_settings_that_trained_nothing_block_no_later_call(start):
-    assert start(FAILS="none/pretrain", HANGS="gwc_layernorm/pretrain").returncode == 1
+    assert start(FAILS="none/pretrain", HANGS="gwc_layernorm/pretrain").returncode == 2
     for log in start.out.glob("*/*/train_log.jsonl"):
         log.unlink()
     assert start(SEED=7).returncode == 0
@@ -231,7 +231,7 @@ def test_settings_that_trained_nothing_block_no_later_call(start):
 )
 def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, said):
     refused = start(*flags, **extra)
-    assert refused.returncode == 1 and said in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert not start.calls() and not start.out.exists()
 
 
@@ -239,7 +239,7 @@ def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, sa
 def test_an_output_folder_that_cannot_be_written_is_named(start):
     start.out.touch()
     refused = start()
-    assert refused.returncode == 1 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
+    assert refused.returncode == 2 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_two_calls_at_once_do_not_train_into_one_folder(start):
     second = start()
     first.send_signal(signal.SIGINT)
     first.wait(timeout=30)
-    assert second.returncode == 1 and "is in use by another call" in second.stderr
+    assert second.returncode == 2 and "is in use by another call" in second.stderr
 
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_deepspeed_and_tensorboard_are_installed_on_request(tmp_path, variables,
 
 
 def test_the_command_line_starts_without_loading_models_or_figures():
-    code = "import sys; from playground.__main__ import parser; parser('quickstart'); parser('controls')\n"
+    code = "import sys; from llava.compare import commands, answers, quickstart, report, run\n"
     code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

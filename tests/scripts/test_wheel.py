@@ -105,7 +105,7 @@ def test_a_recipe_from_python_is_that_of_the_command(installed):
     ("words", "line"),
     [
         (["llava-compare", "run"], f"error: run: {NEEDS_CHECKOUT}\n"),
-        ([*QUICKSTART, "--output-dir", "out"], f"playground quickstart: {NEEDS_CHECKOUT}\n"),
+        ([*QUICKSTART, "--output-dir", "out"], f"error: quickstart: {NEEDS_CHECKOUT}\n"),
         (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
     ],

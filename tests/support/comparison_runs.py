@@ -15,14 +15,14 @@ from llava.utils.provenance import DONE, RUN_FILE
 CHANCE = {"scenes": 25.0, "pope": 50.0}
 
 
-def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
+def write_run(root: Path, seed: int | None, arm: str, right: float, **options) -> Run:
     """A finished run whose answers are right with probability `right`.
 
     Args:
         options: `answer` (text of wrong answers), `tasks` (number of questions by name), `model` (path of the LLM).
     """
     run = Run(root, seed, arm)
-    norm = arm.removesuffix("_default").removesuffix("-fixed")
+    norm = arm.removesuffix("@default").removesuffix("-fixed")
     projector, norm = (arm, "none") if arm.endswith("mlp2x_gelu") else ("mlp2x_gelu", norm)
     for stage in STAGES:
         folder = run.folder(stage)
@@ -32,7 +32,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         (folder / "config.json").write_text(json.dumps(config))
         model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
         model["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
-        model["mm_projector_norm_init"] = "default" if arm.endswith("_default") else "text_norm"
+        model["mm_projector_norm_init"] = "default" if arm.endswith("@default") else "text_norm"
         model["mm_projector_type"] = projector
         model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
         training = {
@@ -71,8 +71,8 @@ def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> 
     """`eval/results.json`: questions are easy or hard for all arms of a seed, up to a little luck of each arm's own."""
     made = {}
     for task, count in tasks.items():
-        easy = np.random.default_rng([run.seed, count]).random(count)
-        own = np.random.default_rng([run.seed, count, len(run.arm)]).random(count)
+        easy = np.random.default_rng([run.seed or 0, count]).random(count)
+        own = np.random.default_rng([run.seed or 0, count, len(run.arm)]).random(count)
         hit = 0.8 * easy + 0.2 * own < right
         samples = [
             Answered(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2])

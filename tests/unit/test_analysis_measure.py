@@ -31,7 +31,6 @@ from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS,
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
 from llava.analysis.statistics import Stream
-from llava.compare import study_record
 from llava.families import family_of, find_parts
 from llava.model.multimodal_encoder.towers import TOWERS
 
@@ -281,15 +280,6 @@ def test_commands_write_tables_and_figures_of_several_checkpoints(tiny, checkpoi
     assert rows["aligned", "visual tokens entering the LLM"]["mean"] == pytest.approx(target, rel=1e-3)
     assert rows["aligned", "text embedding matrix"]["mean"] == pytest.approx(target, rel=1e-6)
     assert [what for model, what in rows if model.endswith("llama")] == ["text embedding matrix"]
-
-
-@pytest.mark.slow
-def test_the_columns_that_a_study_keeps_are_those_that_the_commands_write(checkpoint, data, tmp_path):
-    made_by = {"theory-model": "theory", "layer-norms-sinks": "layer-norms"}
-    for command in dict.fromkeys(made_by.get(table, table) for table in study_record.COLUMNS):
-        flags = ["--data", str(data), "--samples", "2", "--model", f"m={checkpoint}", "--device", "cpu"]
-        assert main([command, *flags, "--output-dir", str(tmp_path)]) == 0
-    assert set(study_record.measured(tmp_path)) == study_record.COLUMNS.keys() - {"layer-norms-sinks"}
 
 
 def test_a_model_of_transformers_is_measured_through_its_own_processor(tiny, data, tmp_path):

@@ -6,13 +6,13 @@ import pytest
 from comparison_runs import change, write_run, write_scores
 
 from llava.compare.arms import parse_arm
-from llava.compare.commands import main, parser, runs_of
-from llava.compare.report_tables import configuration_tables
-from llava.compare.runs import check_flags, check_present, check_results, check_runs
-from llava.utils.provenance import DONE, RUN_FILE
+from llava.compare.record import add_run, new_record
+from llava.compare.runs import Run, check_flags, check_present, check_results, check_runs
+from llava.compare.tables import own_table
+from llava.utils.provenance import RUN_FILE
 from llava.utils.versions import code_digest, version_of
 
-ARMS = ("none", "layernorm", "layernorm_default")
+ARMS = ("none", "layernorm", "layernorm@default")
 
 
 @pytest.fixture
@@ -20,15 +20,14 @@ def runs(tmp_path):
     return [write_run(tmp_path, seed, arm, 0.5) for seed in (1, 2) for arm in ARMS]
 
 
-def command(runs, name, *flags):
-    return main([name, "--output-dir", str(runs[0].root), "--arms", ",".join(ARMS), "--seeds", "1,2", *flags])
-
-
 def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
     for stage in ("pretrain", "finetune"):
         check_runs(runs, stage)
     check_results(runs)
-    fields = {row["field"] for row in configuration_tables(runs)[0] if row["stage"] == "pretrain"}
+    record = new_record()
+    for run in runs:
+        add_run(record, run, run.results)
+    fields = {row["field"].removeprefix("pretrain.") for row in own_table(record) if "finetune" not in row["field"]}
     assert fields == {"model.mm_projector_norm", "model.mm_projector_norm_init", "config.mm_projector_norm"} | {
         "training.seed",
         "order",
@@ -52,10 +51,11 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
         ("devices.kind", "H200", "cpu"),
     ],
 )
-def test_any_other_difference_is_refused_with_field_and_both_values(runs, capsys, field, value, before):
+def test_any_other_difference_is_refused_with_field_and_both_values(runs, field, value, before):
     change(runs[1], "pretrain", field, value)
-    assert command(runs, "check", "--stage", "pretrain") == 2
-    message = capsys.readouterr().err
+    with pytest.raises(ValueError) as refused:
+        check_runs(runs, "pretrain")
+    message = str(refused.value)
     assert f"{field}: {before!r} (none, seed 1), {value!r} (layernorm, seed 1)" in message
     assert str(runs[1].folder("pretrain")) in message
 
@@ -88,7 +88,7 @@ def test_seeds_may_not_differ_in_more_than_the_seed(runs):
 
 def test_a_folder_must_hold_the_run_of_its_name_and_stage_2_its_stage_1(runs):
     change(runs[2], "pretrain", "model.mm_projector_norm_init", "text_norm")
-    with pytest.raises(ValueError, match=r"layernorm_default.*\n.*norm_init: 'default' \(expected\), 'text_norm'"):
+    with pytest.raises(ValueError, match=r"layernorm@default.*\n.*norm_init: 'default' \(expected\), 'text_norm'"):
         check_runs(runs, "pretrain")
     (runs[1].folder("pretrain") / "mm_projector.bin").write_text("trained again")
     with pytest.raises(ValueError, match="adapter"):
@@ -151,28 +151,6 @@ def test_scores_of_other_questions_settings_or_weights_are_refused(runs):
         check_results(runs)
 
 
-def test_check_compares_and_counts_the_finished_runs(runs, capsys):
-    for run in runs[3:]:  # being trained, or interrupted
-        (run.folder("finetune") / DONE).unlink()
-        (run.folder("finetune") / "config.json").unlink()
-    assert command(runs, "check", "--stage", "finetune") == 0
-    assert "3 run(s)" in capsys.readouterr().out
-    assert command(runs, "report") == 2
-    assert "config.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["check", "report"])
-def test_check_and_report_read_seeds_as_run_does(tmp_path, capsys, name):
-    words = [name, "--output-dir", str(tmp_path), "--arms", "none,layernorm"]
-    words += ["--stage", "finetune"] * (name == "check")
-    assert main([*words, "--seeds", "42,x"]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: --seeds 42,x: expected a count, as in 2, or a list") and message.count("\n") == 1
-    for text, seeds in (("2", [42, 43]), ("7,", [7]), ("7,9", [7, 9])):
-        args = parser().parse_args([*words, "--seeds", text])
-        assert [run.seed for run in runs_of(args)] == [seed for seed in seeds for _ in range(2)]
-
-
 def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):
     with pytest.raises(ValueError) as refused:
         check_present(runs)
@@ -190,3 +168,20 @@ def test_a_rerun_with_other_evaluation_data_is_refused_since_it_may_choose_the_b
     check_flags(run, "pretrain", {"output_dir": "elsewhere", "seed": "1"})
     with pytest.raises(ValueError, match=r"eval_data_path: '\(absent\)' \(trained\), 'b.json' \(now\)"):
         check_flags(run, "pretrain", {"eval_data_path": "b.json"})
+
+
+def test_a_run_without_a_seed_in_its_folder_s_name_may_not_be_resumed_with_another(tmp_path):
+    seeded = write_run(tmp_path, 1, "none", 0.5)
+    run = Run(tmp_path / "seed-1", None, "none")
+    change_command(run, "--seed 1")
+    check_flags(run, "pretrain", {"seed": "1"})
+    with pytest.raises(ValueError, match=r"seed: '1' \(trained\), '2' \(now\)"):
+        check_flags(run, "pretrain", {"seed": "2"})
+    check_flags(seeded, "pretrain", {"seed": "2"})  # its folder's name has the seed
+
+
+def change_command(run, words):
+    path = run.folder("pretrain") / RUN_FILE
+    content = json.loads(path.read_text())
+    content["starts"][-1]["provenance"]["command"] = f"train {words}"
+    path.write_text(json.dumps(content))

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 
+from llava.compare.answers import SOURCES
 from llava.data.checks import PlacedImage
 from llava.data.images import ImageStore
 from llava.utils import digests, versions
@@ -119,7 +120,7 @@ def test_a_mended_line_changes_the_digests_of_what_it_decides_alone(tmp_path, mo
         (tmp_path / "llava" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "llava" / name).write_text("x = 1\n")
     monkeypatch.setattr(versions, "CODE", tmp_path)
-    kinds = {name: getattr(versions, name) for name in ("TRAINING", "EVALUATION", "ANALYSIS", "PLAYGROUND")}
+    kinds = {name: getattr(versions, name) for name in ("TRAINING", "EVALUATION", "ANALYSIS")} | {"ANSWERS": SOURCES}
 
     def changed_by(name: str) -> set[str]:
         before = {kind: code_digest(sources) for kind, sources in kinds.items()}
@@ -128,4 +129,4 @@ def test_a_mended_line_changes_the_digests_of_what_it_decides_alone(tmp_path, mo
 
     assert changed_by("asking.py") == changed_by("model/norm.py") == set(kinds)
     assert changed_by("eval/score.py") == {"EVALUATION"} and changed_by("train/train.py") == {"TRAINING"}
-    assert changed_by("analysis/probe.py") == {"ANALYSIS", "PLAYGROUND"} and not changed_by("serve/web.py")
+    assert changed_by("analysis/probe.py") == {"ANALYSIS", "ANSWERS"} and not changed_by("serve/web.py")

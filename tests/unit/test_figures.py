@@ -3,38 +3,23 @@
 import base64
 import re
 
-import matplotlib
 import pytest
 from paths import ROOT
 
 from llava.compare import figures
-from llava.compare.study import ARMS
-from llava.compare.study_record import read_record
+from llava.compare.plan import read_plan
+from llava.compare.record import read_record
+from llava.compare.tables import Statistics
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils import presentation
-from llava.utils.presentation import NORM_COLOURS, TEXT_COLOUR, VISUAL_COLOUR, import_pyplot, looks
+from llava.utils.presentation import NORM_COLOURS, TEXT_COLOUR, VISUAL_COLOUR, looks
 
 TOKENS = {VISUAL_COLOUR, TEXT_COLOUR, presentation.TEXT_BEFORE_COLOUR, presentation.SPECIAL_COLOUR}
-NAMES = ARMS.split(",")
-
-
-@pytest.fixture(scope="module")
-def study():
-    """The committed study."""
-    return read_record(ROOT / "docs/study.json")
-
-
-@pytest.fixture(scope="module")
-def drawn(study):
-    """The study's pictures, and its figures while they are open, by name."""
-    pyplot = import_pyplot()
-    kept = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pyplot, "close", kept.append)
-        pictures = figures.figures(study)
-    yield pictures, dict(zip(pictures, kept, strict=True))
-    for figure in kept:
-        pyplot.close(figure)
+NAMES = [
+    *("none", "scale", "scale-fixed", "clip", "rmsnorm", "layernorm", "layernorm@default", "gwc_layernorm"),
+    *("gwc_rmsnorm", "gwc_layernorm@0.25x", "gwc_layernorm@4x", "gwc_layernorm@16x"),
+]
+DATA = ROOT / "docs/data"
 
 
 def colours_in(svg):
@@ -70,41 +55,18 @@ def test_other_models_and_unlisted_variants_take_what_no_arm_has():
 
 
 @pytest.mark.slow
-def test_an_arm_has_one_colour_in_the_study_the_report_and_the_quickstart(drawn, study):
-    pages = {name: picture.svg.decode() for name, picture in drawn[0].items()}
-    logs = [{"step": step, "norm/llm_input": 30.0, "loss": 1.0} for step in (1, 2)]
-    curves = figures.training_curves([("none", [logs, logs]), ("gwc_layernorm", [logs, logs])])
-    pages |= {curve["title"]: content(curve["uri"]) for curve in curves}
-    results = {arm: study["results"][arm] for arm in ("layernorm", "gwc_layernorm")}
-    pages["report"] = content(figures.intervals(results, ["none", *results]))
-    assert len(pages) == 10
-    for name, svg in pages.items():
+def test_an_arm_has_one_colour_in_all_figures():
+    record = read_record(DATA / "study-runs.json")
+    drawn = {"differences": figures.differences(Statistics(record, read_plan(DATA / "study-plan.json"))).decode()}
+    drawn["by task"] = figures.differences(Statistics(record)).decode()
+    curves = {"norm/llm_input": [[1, 30.0], [2, 30.0]], "loss": [[1, 1.0], [2, 1.0]]}
+    stages = {stage: {"steps": 2, "curves": curves} for stage in ("pretrain", "finetune")}
+    runs = [{"arm": arm, "stages": stages} for arm in ("none", "gwc_layernorm")]
+    drawn |= {curve["title"]: content(curve["uri"]) for curve in figures.training_curves({"runs": runs})}
+    assert len(drawn) == 4
+    for name, svg in drawn.items():
         assert NORM_COLOURS["gwc_layernorm"] in colours_in(svg), name
         assert not TOKENS & colours_in(svg), name
-
-
-@pytest.mark.slow
-def test_accuracy_has_a_panel_for_each_arm_with_the_baseline(drawn, study):
-    panels = [axes for axes in drawn[1]["training"].axes if axes.get_visible()]
-    baseline, *others = study["arms"]
-    assert [axes.get_title() for axes in panels] == others
-    for axes, arm in zip(panels, others, strict=True):
-        assert [line.get_label() for line in axes.lines] == ["chance", baseline, arm]
-
-
-@pytest.mark.slow
-def test_a_legend_shows_a_whole_dash_beside_its_mark(drawn):
-    pattern = {"--": "dashed", "-.": "dashdot", ":": "dotted"}
-    checked = set()
-    for name, figure in drawn[1].items():
-        for line in (line for legend in figure.legends for line in legend.get_lines()):
-            if line.get_linestyle() in pattern:
-                dashes = matplotlib.rcParams[f"lines.{pattern[line.get_linestyle()]}_pattern"]
-                mark = line.get_markersize() if line.get_marker() != "None" else 0
-                shown = max(line.get_xdata()) - min(line.get_xdata()) - mark
-                assert shown >= sum(dashes) * line.get_linewidth(), (name, line.get_label())
-                checked.add(name)
-    assert checked == {"rescaling", "norms", "gradients"}
 
 
 def test_what_the_analysis_draws_is_described_alike_on_all_pages():

@@ -5,33 +5,37 @@ import html
 import json
 import re
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 from comparison_runs import write_run
 
 from llava.compare import paper
 from llava.compare.commands import main
+from llava.compare.record import FILE
 from llava.compare.report import markdown_text
-from llava.compare.report_tables import Statistics
+from llava.compare.run import Comparison
+from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.results import PAPER_COLUMNS
 from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
 
-def compare(root, arms, seeds="1,2"):
-    assert main(["report", "--output-dir", str(root), "--arms", ",".join(arms), "--seeds", seeds]) == 0
+def compare(root, arms, seeds=(1, 2, 3), **more):
+    Comparison("demo", list(arms), list(seeds), root, **more).report()
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A folder with the report on four arms: one clearly better, one worse, one hardly different from the baseline."""
     root = tmp_path_factory.mktemp("report")
-    rights = {"none": 0.5, "layernorm": 0.5, "gwc_layernorm": 0.75, "layernorm_default": 0.2}
+    rights = {"none": 0.5, "layernorm": 0.5, "gwc_layernorm": 0.75, "layernorm@default": 0.2}
     tasks = {"scenes": 240, "pope": 300}
     runs = [
         write_run(root, seed, arm, right, answer=HOSTILE, tasks=tasks, model="/models/<b>Llama-3.2-3B</b>")
-        for seed in (1, 2)
+        for seed in (1, 2, 3)
         for arm, right in rights.items()
     ]
     (root / "analysis").mkdir()
@@ -39,9 +43,6 @@ def report(tmp_path_factory):
     (root / "analysis/layer-norms.json").write_text(json.dumps({"rows": rows}))
     (root / "analysis/layer-norms.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>')
     (root / "analysis/update-rates-layers.json").write_text(json.dumps({"rows": rows * 10}))
-    (root / "upstream").mkdir()
-    stage = {"ours": [1.0, 2.0], "upstream": [1.0, 2.0], "largest_loss_difference": 1.25e-6}
-    (root / "upstream/comparison.json").write_text(json.dumps({"arms": {"none": {"pretrain": stage}}}))
     compare(root, rights)
     return root, runs
 
@@ -54,20 +55,23 @@ def read_csv(root, name):
 @pytest.mark.slow
 def test_tables_have_the_scores_of_the_samples(report):
     root, runs = report
-    rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "results")}
+    rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "differences")}
     scores = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
     base = [run.results.tasks["scenes"].score for run in runs if run.arm == "none"]
     row = rows["gwc_layernorm", "scenes"]
-    assert float(row["score"]) == pytest.approx(sum(scores) / 2, abs=0.01)
-    assert float(row["delta"]) == pytest.approx((sum(scores) - sum(base)) / 2, abs=0.01)
-    assert [float(row["seed 1"]), float(row["seed 2"])] == pytest.approx(scores, abs=0.01)
-    verdicts = {
-        arm: rows[arm, "mean"]["verdict"] for arm in ("none", "gwc_layernorm", "layernorm_default", "layernorm")
-    }
-    assert list(verdicts.values()) == ["baseline", "improved", "worse", "unchanged"]
-    assert rows["layernorm", "POPE"]["paper delta"] == "0.74"
-    assert rows["layernorm", "mean"]["paper"] == ""  # the paper's is over nine benchmarks
-    assert rows["layernorm_default", "POPE"]["paper"] == ""
+    changes = [ours - theirs for ours, theirs in zip(scores, base, strict=True)]
+    expected = compare_seeds(changes)
+    assert [float(row[f"seed {seed}"]) for seed in (1, 2, 3)] == pytest.approx(changes, abs=0.01)
+    assert [float(row[name]) for name in ("delta", "low", "high")] == pytest.approx(
+        [expected.delta, expected.low, expected.high], abs=0.01
+    )
+    verdicts = [rows[arm, "mean"]["verdict"] for arm in ("gwc_layernorm", "layernorm@default", "layernorm")]
+    assert verdicts == ["improved", "worse", "undecided"]
+    table = {row["benchmark"]: row for row in read_csv(root, "scores")}
+    assert table["scenes"]["gwc_layernorm"] == f"{sum(scores) / 3:.1f}" and table["scenes"]["chance"] == "25.0"
+    assert float(table["POPE"]["layernorm, paper"]) == paper.TABLE_4["Llama-3.2-3B"]["layernorm"]["pope"]
+    assert "paper" not in "".join(table["mean"][name] for name in table["mean"] if "paper" in name)
+    assert table["mean"]["none, paper"] == "" and "layernorm@default, paper" not in table["POPE"]
 
 
 def write_answers(run, right, data="content abc"):
@@ -82,34 +86,71 @@ def write_answers(run, right, data="content abc"):
     run.answers.with_name("answers.jsonl.run.json").write_text(json.dumps({"asked": asked, "count": 80}))
 
 
-def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path, capsys):
+def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path):
     runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
     for run, right in zip(runs, (40, 70), strict=True):
         write_answers(run, right)
-    words = ["report", "--output-dir", str(tmp_path), "--arms", "none,layernorm", "--seeds", "1,"]
-    assert main([*words, "--questions"]) == 0
-    rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "results")}
+    compare(tmp_path, ("none", "layernorm"), (1,), questions=Path("mine.jsonl"))
+    rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "differences")}
     ours = rows["questions", "layernorm"]
-    assert (ours["score"], ours["delta"], ours["won"], ours["lost"]) == ("87.5", "37.5", "30", "0")
-    assert ours["verdict"] == "improved" and rows["questions", "none"]["score"] == "50.0"
+    assert (ours["delta"], ours["won"], ours["lost"], ours["verdict"]) == ("37.5", "30", "0", "")
+    assert {row["benchmark"]: row["none"] for row in read_csv(tmp_path, "scores")}["questions"] == "50.0 (39 to 61)"
     shutil.rmtree(runs[1].answers.parent)
     write_answers(runs[1], 70, data="content xyz")
-    assert main([*words, "--questions"]) == 2
-    assert "--data: 'content abc' (none, seed 1), 'content xyz' (layernorm, seed 1)" in capsys.readouterr().err
+    with pytest.raises(ValueError) as refused:
+        compare(tmp_path, ("none", "layernorm"), (1,), questions=Path("mine.jsonl"))
+    assert "--data: 'content abc' (none, seed 1), 'content xyz' (layernorm, seed 1)" in str(refused.value)
 
 
-def test_only_intervals_without_zero_are_bold(report):
-    text = (report[0] / "report.md").read_text()
-    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ") and " to " in line}
-    assert "**" not in lines["layernorm"]
-    assert lines["gwc\\_layernorm"].count("**+") == 3 and lines["layernorm\\_default"].count("**-") == 3
+def test_verdicts_are_marked_where_the_interval_excludes_zero(report):
     page = (report[0] / "report.html").read_text()
-    assert page.count('<strong class="improved">') == 3 and page.count('<strong class="worse">') == 3
+    assert page.count('<td class="improved">') == 3 and page.count('<td class="worse">') == 3
 
 
-def test_with_several_seeds_the_page_says_that_p_does_not_decide(report):
-    text = (report[0] / "report.md").read_text()
-    assert "2 seeds: how much training runs vary" in text and "p leaves aside how training runs vary" in text
+@pytest.mark.parametrize(("seeds", "said"), [((1,), "One seed: "), ((1, 2), "2 seeds: ")])
+def test_fewer_than_three_seeds_have_an_interval_of_questions_and_no_verdict(tmp_path, seeds, said):
+    runs = [
+        write_run(tmp_path, seed, arm, right) for seed in seeds for arm, right in (("none", 0.3), ("layernorm", 0.8))
+    ]
+    compare(tmp_path, ("none", "layernorm"), seeds)
+    page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    for shown in (page, text):
+        assert said + "the intervals cover the choice of questions only" in shown and "cannot be ranked" in shown
+        assert "improved" not in shown.replace('("improved"', "") and "worse" not in shown
+    changes = [
+        np.array(
+            [
+                a.score - b.score
+                for a, b in zip(ours.results.tasks["scenes"].samples, base.results.tasks["scenes"].samples, strict=True)
+            ]
+        )
+        for base, ours in zip(runs[::2], runs[1::2], strict=True)
+    ]
+    ((expected,), _) = compare_benchmarks([np.array(changes)], [None])
+    (row, _) = read_csv(tmp_path, "differences")
+    assert [float(row[name]) for name in ("delta", "low", "high")] == pytest.approx(
+        [expected.delta, expected.low, expected.high], abs=0.005
+    )
+
+
+def test_the_page_names_the_learning_rates_that_all_arms_share(report):
+    assert "one set of learning rates (0.001 in stage 1, 0.001 in stage 2)" in (report[0] / "report.md").read_text()
+
+
+def test_the_page_is_written_from_the_record_alone(report, tmp_path):
+    shutil.copy(report[0] / FILE, tmp_path)
+    assert main(["report", str(tmp_path / FILE), "--output-dir", str(tmp_path / "again")]) == 0
+    own, again = (folder / "report.md" for folder in (report[0], tmp_path / "again"))
+    assert again.read_text() == own.read_text()
+
+
+def test_a_record_of_other_runs_is_told_apart(report, tmp_path, capsys):
+    shutil.copy(report[0] / FILE, tmp_path)
+    assert main(["report", str(report[0]), "--against", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("is the same") == 12
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace("[1.0,", "[0.0,", 1))
+    assert main(["report", str(report[0]), "--against", str(tmp_path)]) == 2
+    assert "1 of 540 scores" in capsys.readouterr().out
 
 
 def test_cost_counts_each_step_once(report):
@@ -144,23 +185,14 @@ def test_a_difference_that_rounds_to_nothing_has_no_sign():
     assert [markdown_text(value) for value in (None, True, 3)] == ["", "True", "3"]
 
 
-def test_score_that_its_samples_do_not_give_is_refused(tmp_path, capsys):
+def test_score_that_its_samples_do_not_give_is_refused(tmp_path):
     runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
     path = runs[1].folder("eval") / "results.json"
     content = json.loads(path.read_text())
     content["tasks"]["scenes"]["score"] += 1
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="scenes, layernorm: score"):
-        Statistics(runs)
-
-
-def test_one_seed_names_what_its_interval_excludes(tmp_path):
-    for arm in ("none", "layernorm"):
-        write_run(tmp_path, 1, arm, 0.5)
-    compare(tmp_path, ("none", "layernorm"), "1,")
-    page = (tmp_path / "report.html").read_text()
-    assert "One seed" in page and "p leaves aside" not in page
-    assert {row["paper"] for row in read_csv(tmp_path, "results")} == {""}
+        compare(tmp_path, ("none", "layernorm"), (1,))
 
 
 def test_papers_last_column_is_the_mean_of_its_nine():

@@ -1,38 +1,31 @@
-"""`python -m playground compare`: the table, the results and the page of arms that are there."""
+"""The quickstart's page: the table, the record and the page of arms that are there."""
 
+import argparse
 import html
 import json
 import re
 from pathlib import Path
 
 import pytest
+from comparison_runs import write_run
 from PIL import Image
 
 from llava import asking
 from llava.compare import answers
-from llava.compare import quickstart_page as page
+from llava.compare.commands import main
+from llava.compare.quickstart import Quickstart
+from llava.compare.record import read_record
+from llava.compare.tables import Statistics
 from llava.utils.intervals import share_interval
-from playground.__main__ import main
 
 ARMS = ("none", "gwc_layernorm")
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
 QUESTIONS, RIGHT = 24, {"none": 9, "gwc_layernorm": 18}
 
 
-def write_arm(folder, name):
-    """Writes both stages' folders as training leaves them, as far as the page reads them."""
-    for stage in ("pretrain", "finetune"):
-        (folder / name / stage).mkdir(parents=True)
-        (folder / name / f"{stage}.log").write_text("done")
-        (folder / name / stage / "config.json").write_text(json.dumps({"arm": name}))
-        steps = [{"step": i, "loss": 3 / i, "norm/llm_input": 30.0, "norm/text_embeddings": 3.0} for i in (1, 2, 3)]
-        (folder / name / stage / "train_log.jsonl").write_text("\n".join(map(json.dumps, [*steps, {"runtime": 1}])))
-    return ["--arm", name, str(folder / name / "pretrain"), str(folder / name / "finetune")]
-
-
 @pytest.fixture
 def arms(tmp_path, monkeypatch):
-    """A function that runs the command on two arms whose answers are made up; `.asked` names those that were asked."""
+    """A function that answers by made-up models and writes the page; `.asked` names the arms that were asked."""
     data, out = tmp_path / "photos", tmp_path / "out"
     (data / "images").mkdir(parents=True)
     records = []
@@ -44,7 +37,9 @@ def arms(tmp_path, monkeypatch):
             {"id": f"q{i}", "image": f"{i}.png", "kind": kind, "choices": list("abcd"), "conversations": turns}
         )
     (data / "heldout.json").write_text(json.dumps(records))
-    words = [word for name in ARMS for word in write_arm(out, name)]
+    for arm in ARMS:
+        run = write_run(out, None, arm, 0.5)
+        run.folder("pretrain").with_suffix(".log").write_text("done")
 
     def answers_under(control, checkpoint, records, images, batch_size):
         name = Path(checkpoint).parent.name
@@ -53,60 +48,70 @@ def arms(tmp_path, monkeypatch):
 
     monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
     monkeypatch.setattr(answers, "answers_under", answers_under)
+    monkeypatch.setattr(Quickstart, "measurements", lambda *_: {})
 
-    def run(*flags):
+    def run():
         run.asked.clear()
-        return main(["compare", *words, "--data", str(data), "--output-dir", str(out), "--pictures", "0", *flags])
+        for arm in ARMS:
+            words = {"checkpoint": out / arm / "finetune", "data": data, "output_dir": out / "answers" / arm}
+            more = {"batch_size": 80, "controls": [answers.UNTOUCHED], "questions": 0}
+            answers.run(argparse.Namespace(**words, **more))
+        Quickstart("demo", list(ARMS), [], out, "photos", root=tmp_path).page()
 
     run.asked, run.out, run.data = [], out, data
     return run
 
 
 def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, capsys):
-    assert arms() == 0
-    results = json.loads((arms.out / "results.json").read_text())
-    summary = results["arms"]["none"]
-    assert summary["accuracy_percent"]["all questions"] == pytest.approx(100 * 9 / 24)
+    arms()
+    stats = Statistics(read_record(arms.out))
+    assert stats.scores["none"]["all questions"] == [pytest.approx(100 * 9 / 24)]
+    difference = stats.results["gwc_layernorm"]["all questions"]
+    assert (difference["won"], difference["lost"], difference["delta"]) == (9, 0, pytest.approx(37.5))
+    assert difference["low"] < 37.5 < difference["high"] and difference["verdict"] == ""
     low, high = share_interval(9, 24)
-    assert summary["accuracy_interval"]["all questions"] == pytest.approx([100 * low, 100 * high])
-    assert results["chance_percent"] == {"color": 25.0, "shape": 25.0, "all questions": 25.0}
-    difference = results["differences"]["gwc_layernorm"]["all questions"]
-    assert (difference["won"], difference["lost"], difference["points"]) == (9, 0, pytest.approx(37.5))
-    assert difference["interval"][0] < 37.5 < difference["interval"][1]
     table = (arms.out / "table.md").read_text()
     assert f"37.5 ({100 * low:.0f} to {100 * high:.0f})" in table and table in capsys.readouterr().out
+    assert re.search(r"\|   all questions +\| 37.5 .* \| 25.0 +\|", table)
 
 
 @pytest.mark.slow
 def test_answers_are_reused_until_what_decides_them_changes(arms, capsys, monkeypatch):
-    assert arms() == 0 and arms.asked == list(ARMS)
-    assert arms() == 0 and arms.asked == []
-    (arms.out / "none/finetune/config.json").write_text("{}")
-    assert arms() == 0 and arms.asked == ["none"]
+    arms()
+    assert arms.asked == list(ARMS)
+    arms()
+    assert arms.asked == []
+    config = arms.out / "none/finetune/config.json"
+    config.write_text(config.read_text() + "\n")
+    arms()
+    assert arms.asked == ["none"]
     (arms.data / "heldout.json").write_text((arms.data / "heldout.json").read_text() + "\n")
-    assert arms() == 0 and arms.asked == list(ARMS)
+    arms()
+    assert arms.asked == list(ARMS)
     capsys.readouterr()
     Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
-    assert arms() == 0 and arms.asked == list(ARMS)
+    arms()
+    assert arms.asked == list(ARMS)
     assert capsys.readouterr().out.count("made with different questions or pictures; answering again") == 2
     monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
-    assert arms() == 0 and arms.asked == list(ARMS)
+    arms()
+    assert arms.asked == list(ARMS)
 
 
 def test_page_stands_alone_escapes_answers_and_leads_to_every_log(arms):
-    assert arms() == 0
+    arms()
     page = (arms.out / "index.html").read_text()
     assert not re.findall(r"""src=["'](?!data:)""", page) and "<img src=x" not in page
     assert html.escape("<img src=x", quote=False) in page
     links = re.findall(r'href="([^"]*)"', page)
-    assert len(links) == 10 and all((arms.out / link).exists() for link in links)
+    assert len(links) == 6 and all((arms.out / link).exists() for link in links)
     alts = re.findall(r'<img [^>]*alt="([^"]*)"', page)
-    assert alts[:3] == ["Which?"] * 3 and all(re.fullmatch(r"[A-Z].*[.?]", alt) for alt in alts)
-    assert "guessing gives 25 %" in page and "It cannot rank the arms" in page and "+37.5 points" in page
+    assert "Which?" in alts and all(re.fullmatch(r"[A-Z].*[.?]", alt) for alt in alts)
+    assert "the arms cannot be ranked" in page and "+37.50 points" in page
 
 
 def test_page_fits_a_phone_and_logs_nothing_to_the_console(arms, browse, tmp_path):
-    assert arms() == 0
+    arms()
     _, console = browse(arms.out / "index.html")
     assert not console
     probe = "<script>document.title = [innerWidth, document.documentElement.scrollWidth].join();</script></body>"
@@ -118,7 +123,7 @@ def test_page_fits_a_phone_and_logs_nothing_to_the_console(arms, browse, tmp_pat
 
 
 def test_on_paper_commands_wrap_and_pictures_fit_with_their_headings(arms, browse, tmp_path):
-    assert arms() == 0
+    arms()
     page = re.sub(r"<meta http-equiv=.*?>", "", (arms.out / "index.html").read_text())
     probe = """<script>
       Array.from(document.styleSheets[0].cssRules).forEach(function (rule) {
@@ -140,24 +145,16 @@ def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
 
 
-def test_the_page_shows_different_pictures(tmp_path):
-    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
-    Image.new("RGB", (9, 9)).save(tmp_path / "b.png")
-    turns = [{"value": "<image>\nWhich?"}, {"value": "this"}]
-    records = [{"image": f"{n}.png", "kind": kind, "conversations": turns} for n in "ab" for kind in ("is", "has")]
-    shown = page.examples(records, {"none": list("1234")}, tmp_path)
-    assert [(row["image"], row["replies"]) for row in shown] == [("a.png", ["none: 1"]), ("b.png", ["none: 4"])]
+def test_the_page_shows_different_pictures_of_each_kind(arms):
+    shown = Quickstart("demo", list(ARMS), [], arms.out, "photos", root=arms.data.parent).examples()
+    assert [(row["task"], row["id"]) for row in shown] == [("color", "q0"), ("shape", "q1"), ("color", "q2")]
+    assert shown[0]["question"] == "Which?" and Path(shown[0]["picture"]).is_file()
 
 
-@pytest.mark.parametrize("missing", ["train_log.jsonl", "config.json"])
-def test_a_folder_without_a_finished_training_is_refused_in_one_line(arms, missing, capsys):
-    (arms.out / "none/finetune" / missing).unlink()
-    assert arms() == 1
+def test_a_folder_without_a_finished_training_or_questions_is_refused_in_one_line(arms, capsys):
+    words = ["answers", "--checkpoint", str(arms.out / "no"), "--data", str(arms.data), "--output-dir", "out"]
+    assert main(words) == 2
     error = capsys.readouterr().err
-    assert "none/finetune" in error and "--arm expects" in error and len(error.splitlines()) == 1
-
-
-def test_data_without_questions_says_how_to_make_them(arms, capsys):
+    assert "out/no: no checkpoint" in error and len(error.splitlines()) == 1
     (arms.data / "heldout.json").unlink()
-    assert arms() == 1
-    assert "python -m playground photos" in capsys.readouterr().err
+    assert main(words) == 2 and "python -m playground photos" in capsys.readouterr().err

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from llava.compare.runs import Run, check_present, check_runs
-from llava.compare.stage import StepError, is_finished, last_step
+from llava.compare.runs import Run, check_present, check_runs, is_finished, last_step
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
 from llava.utils.paths import ROOT
@@ -25,6 +24,10 @@ from llava.utils.versions import ANALYSIS, code_digest
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
 MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
+
+
+class StepError(RuntimeError):
+    """A step failed; the message says which, and names its log where it has one."""
 
 
 @dataclass

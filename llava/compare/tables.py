@@ -1,0 +1,449 @@
+"""What a record shows, as tables: lists of rows, the same in HTML, Markdown and CSV.
+
+Arms are compared with the first, the baseline. From `FEWEST_SEEDS` seeds on the interval is Student's t over the seeds'
+paired differences, and has a verdict; with fewer it covers the choice of questions only, and has none. A study by a
+plan decides its primary comparisons alone, and compares nothing before its last seed.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava.compare import paper
+from llava.compare.plan import Plan
+from llava.compare.record import LOSS_STEPS, Record, in_digits
+from llava.compare.runs import ABSENT
+from llava.eval.paired import (
+    FEWEST_SEEDS,
+    IMPROVED,
+    MEAN,
+    WORSE,
+    SeedDifference,
+    compare_benchmarks,
+    compare_seeds,
+    members_of,
+)
+from llava.eval.results import PAPER_COLUMNS
+from llava.eval.tasks import TASKS, mean_of_groups
+from llava.utils.intervals import CONFIDENCE, share_interval
+
+TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
+EXAMPLES = 6  # answers shown per task and arm: won and lost
+TOLERANCE = 0.05  # points by which a recorded score may differ from that of its samples
+WITHIN, UNDECIDED = "no relevant difference", "undecided"
+Rows = list[dict[str, Any]]
+
+
+class Statistics:
+    """Scores, and every arm's differences from the baseline.
+
+    Args:
+        plan: of the study that the record is of.
+
+    Attributes:
+        tasks: in the record's order.
+        counted: tasks of the overall result, whose name is `overall`: their mean, or all their questions together.
+        decided: whether the intervals are over seeds.
+    """
+
+    def __init__(self, record: Record, plan: Plan | None = None):
+        self.record, self.plan = record, plan
+        self.by_run = {(entry["arm"], entry["seed"]): entry for entry in record["runs"]}
+        self.arms = list(dict.fromkeys(arm for arm, _ in self.by_run))
+        self.seeds = list(dict.fromkeys(seed for _, seed in self.by_run))
+        self.baseline = self.arms[0]
+        self.tasks = list(record["questions"])
+        self.counted = plan.tasks if plan else self.tasks
+        self.overall = record.get("overall", MEAN)
+        self.decided = len(self.seeds) >= FEWEST_SEEDS
+        for arm in self.arms:
+            for task in self.tasks:
+                self._check(arm, task)
+
+    def facts(self, task: str) -> Mapping[str, Any]:
+        """What the record says of a task."""
+        return self.record.get("tasks", {}).get(task, {})
+
+    def samples(self, arm: str, task: str, name: str = "scores") -> np.ndarray:
+        """The recorded values of each question [S, N], of all together for the overall result of questions."""
+        parts = self.counted if task == self.overall else [task]
+        return np.array([sum((self.by_run[arm, s][name][part] for part in parts), []) for s in self.seeds], dtype=float)
+
+    def strata(self, task: str) -> np.ndarray | None:
+        """The kind of each question where the benchmark's score is the mean over kinds."""
+        if task in TASKS and TASKS[task].score is mean_of_groups:
+            return np.array(list(map(str, self.facts(task)["kinds"])))
+        return None
+
+    def _check(self, arm: str, task: str) -> None:
+        """Raises ValueError unless the samples, which the intervals are about, give the recorded score."""
+        own = 100 * _by_seed(self.samples(arm, task), self.strata(task))
+        recorded = np.array([self.by_run[arm, s].get("percent", {}).get(task, v)
+                             for s, v in zip(self.seeds, own, strict=True)])  # fmt: skip
+        if np.abs(own - recorded).max() > TOLERANCE:
+            raise ValueError(
+                f"{task}, {arm}: score {recorded.tolist()}, but its samples give {own.tolist()}; evaluate again"
+            )
+
+    @cached_property
+    def scores(self) -> dict[str, dict[str, list[float]]]:
+        """`scores[arm][task or overall]`, one percentage per seed."""
+        scores: dict[str, dict[str, list[float]]] = {}
+        for arm in self.arms:
+            own = scores[arm] = {}
+            for task in self.tasks:
+                percent = [self.by_run[arm, s].get("percent", {}).get(task) for s in self.seeds]
+                own[task] = percent if None not in percent else self._percent(arm, task)
+            pooled = self.overall != MEAN
+            own[self.overall] = (
+                self._percent(arm, self.overall) if pooled else np.mean([own[t] for t in self.counted], axis=0).tolist()
+            )
+        return scores
+
+    def _percent(self, arm: str, task: str) -> list[float]:
+        return [100 * float(value) for value in self.samples(arm, task).mean(axis=1)]
+
+    @cached_property
+    def results(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """`results[arm][task or overall]` of every arm but the baseline: see `SeedDifference` and `Difference`."""
+        names = [*self.tasks, *([self.overall] if self.overall != MEAN else [])]
+        results: dict[str, dict[str, dict[str, Any]]] = {}
+        for arm in self.arms[1:]:
+            changes = [self.samples(arm, name) - self.samples(self.baseline, name) for name in names]
+            each, mean = compare_benchmarks(changes, [self.strata(name) for name in names])
+            drawn = dict(zip(names, each, strict=True)) | ({MEAN: mean} if self.overall == MEAN else {})
+            results[arm] = {name: asdict(result) | {"verdict": ""} for name, result in drawn.items()}
+            if self.decided:
+                for name, own in results[arm].items():
+                    own |= self._over_seeds(arm, name)
+        return results
+
+    def _over_seeds(self, arm: str, task: str) -> dict[str, Any]:
+        """A comparison by Student's t, with its verdict where it has one."""
+        overall, primary = task == self.overall, self.plan is not None and arm in self.plan.primary
+        confidence = self.plan.confidence if self.plan and primary and overall else CONFIDENCE
+        difference = compare_seeds(self.by_seed(arm, task, 100.0), confidence)
+        decides = primary and overall if self.plan else True
+        margin = self.plan.margin if self.plan else 0.0
+        return asdict(difference) | {
+            "confidence": confidence, "role": "primary" if primary else "exploratory",
+            "verdict": verdict(difference, margin) if decides else "",
+        }  # fmt: skip
+
+    def by_seed(self, arm: str, task: str, factor: float = 1.0, name: str = "scores") -> list[float]:
+        """An arm's differences from the baseline, one for each seed."""
+        parts = self.counted if task == MEAN else [task]
+        changes = [
+            _by_seed(
+                factor * self.samples(arm, part, name) - factor * self.samples(self.baseline, part, name),
+                self.strata(part),
+            )
+            for part in parts
+        ]
+        return np.mean(changes, axis=0).tolist()
+
+    @cached_property
+    def nats(self) -> dict[str, SeedDifference]:
+        """Every arm's difference in the expected answers' log-probability, where all runs have it and seeds suffice."""
+        if not self.decided or not all("log_probabilities" in entry for entry in self.record["runs"]):
+            return {}
+        return {arm: compare_seeds(self.by_seed(arm, MEAN, 1.0, "log_probabilities")) for arm in self.arms[1:]}
+
+
+def _by_seed(values: np.ndarray, kinds: np.ndarray | None) -> np.ndarray:
+    """The mean over questions, or over their kinds, of each seed [S]."""
+    if kinds is None:
+        return values.mean(axis=1)
+    return np.mean([group.mean(axis=1) for group in members_of(values, kinds)], axis=0)
+
+
+def verdict(difference: SeedDifference, margin: float) -> str:
+    """What an interval decides; it may exclude zero and still lie within the margin."""
+    parts = [IMPROVED] * (difference.low > 0) + [WORSE] * (difference.high < 0)
+    parts += [WITHIN] * (-margin < difference.low and difference.high < margin)
+    return ", ".join(parts) or UNDECIDED
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def every_table(record: Record, plan: Plan | None = None, stats: Statistics | None = None) -> dict[str, Rows]:
+    """A record's tables by name, without those that have no rows.
+
+    Args:
+        stats: None before the last seed of a plan.
+    """
+    tables: dict[str, Rows] = {}
+    if stats:
+        tables = {"scores": scores_table(stats), "differences": differences_table(stats), "kinds": kinds_table(stats)}
+        tables |= {"log-probabilities": nats_table(stats), "controls": controls_table(stats)}
+        tables |= {"samples to a loss": reached_table(stats), "logged": logged_table(stats)}
+        tables["examples"] = examples_table(stats)
+    tables |= {"runs": runs_table(record), "cost": cost_table(record), "configuration": own_table(record)}
+    tables["shared"] = [{"field": name, "value": json.dumps(value)} for name, value in record["configuration"].items()]
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def scores_table(stats: Statistics) -> Rows:
+    """Percent right by task and arm, with 95 % intervals for one run of right-or-wrong answers, and the paper's."""
+    llm = paper.language_model_of(language_model(stats.record))
+    rows: Rows = []
+    for task in [*stats.tasks, stats.overall]:
+        row: dict[str, Any] = {"benchmark": TITLES.get(task, task)}
+        for arm in stats.arms:
+            row[arm] = f"{np.mean(stats.scores[arm][task]):.1f}"
+            if len(stats.seeds) == 1 and task != MEAN and not set(own := stats.samples(arm, task)[0]) - {0.0, 1.0}:
+                low, high = (100 * bound for bound in share_interval(int(own.sum()), len(own)))
+                row[arm] += f" ({low:.0f} to {high:.0f})"
+        # The paper's mean is over its nine benchmarks; beside a mean over others it would mislead.
+        printed = llm if task != MEAN or set(stats.tasks) == set(TITLES) else None
+        for arm in stats.arms:
+            if (score := paper_score(printed, arm, task)) is not None:
+                row[f"{arm}, paper"] = score
+        row |= {"chance": None if (chance := chance_of(stats, task)) is None else f"{chance:.1f}"}
+        if task in stats.tasks:
+            row |= {"questions": len(stats.record["questions"][task]), "metric": stats.facts(task).get("metric")}
+            answers = [entry.get("answers", {}).get(task, []) for entry in stats.record["runs"]]
+            row |= {"empty answers": sum(not text.strip() for own in answers for text in own)}
+        rows.append(row)
+    return rows
+
+
+def chance_of(stats: Statistics, task: str) -> float | None:
+    """Percent that guessing gives, where the record has it."""
+    if task in stats.tasks:
+        return stats.facts(task).get("chance")
+    chances = [stats.facts(part).get("chance") for part in stats.counted]
+    if None in chances:
+        return None
+    counts = [len(stats.record["questions"][part]) if stats.overall != MEAN else 1 for part in stats.counted]
+    return float(np.average(np.array(chances, dtype=float), weights=counts))
+
+
+def language_model(record: Record) -> str:
+    """The language model's path or id."""
+    name = "pretrain.model.model_name_or_path"
+    return str(record["configuration"].get(name) or record["runs"][0].get("own", {}).get(name, ""))
+
+
+def paper_score(llm: str | None, arm: str, task: str) -> float | None:
+    """The paper's number for the same language model, or None."""
+    if llm is None:
+        return None
+    return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
+
+
+def differences_table(stats: Statistics) -> Rows:
+    """Every arm minus the baseline, in points: interval, verdict and seeds."""
+    rows: Rows = []
+    for arm, by_task in stats.results.items():
+        for task, result in by_task.items():
+            row: dict[str, Any] = {"arm": arm, "benchmark": TITLES.get(task, task)}
+            row |= {name: round(result[name], 2) for name in ("delta", "low", "high")}
+            row |= {"verdict": result["verdict"], "role": result.get("role") if stats.plan else None}
+            row |= {"won": result["won"], "lost": result["lost"], "p": in_digits(result["p"], 2)}
+            if len(stats.seeds) > 1:
+                row |= {f"seed {s}": round(d, 2) for s, d in zip(stats.seeds, result["by_seed"], strict=True)}
+            rows.append(row)
+    return rows
+
+
+def kinds_table(stats: Statistics) -> Rows:
+    """Percent right, mean over the seeds, for every kind of question of the tasks that have several."""
+    rows: Rows = []
+    for task in stats.tasks:
+        kinds = [str(kind) for kind in stats.facts(task).get("kinds", []) if kind is not None]
+        for kind in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
+            chosen = np.flatnonzero(np.array(kinds) == kind)
+            row = {"benchmark": TITLES.get(task, task), "kind": kind, "questions": len(chosen)}
+            for arm in stats.arms:
+                row[arm] = round(100 * float(stats.samples(arm, task)[:, chosen].mean(axis=1).mean()), 1)
+            rows.append(row)
+    return rows
+
+
+def nats_table(stats: Statistics) -> Rows:
+    """Every arm's difference in the expected answers' log-probability."""
+    shown = ("delta", "low", "high", "deviation")
+    return [
+        {"arm": arm} | {name: round(asdict(d)[name], 3) for name in shown} | {"p": in_digits(d.p, 2)}
+        for arm, d in stats.nats.items()
+    ]
+
+
+def controls_table(stats: Statistics) -> Rows:
+    """Every arm's percent right over its seeds with the picture, and with it changed or taken away."""
+    if not all("controls" in entry for entry in stats.record["runs"]):
+        return []
+    rows: Rows = []
+    for arm in stats.arms:
+        runs = [stats.by_run[arm, seed]["controls"] for seed in stats.seeds]
+        row: dict[str, Any] = {"arm": arm, "picture": in_digits(float(np.mean(stats.scores[arm][stats.overall])), 3)}
+        for name in runs[0]:
+            means = [np.mean([run[name][task] for task in stats.counted]) for run in runs]
+            row[name] = in_digits(float(np.mean(means)), 3)
+        rows.append(row)
+    return rows
+
+
+def reached_table(stats: Statistics) -> Rows:
+    """Samples of stage 2 until a loss of the plan is reached: mean over the seeds, and paired difference."""
+    rows: Rows = []
+    for loss in stats.plan.losses if stats.plan else ():
+        needed = {arm: [first_reached(loss, stats.by_run[arm, s]["training"]) for s in stats.seeds]
+                  for arm in stats.arms}  # fmt: skip
+        base = needed[stats.baseline]
+        for arm, values in needed.items():
+            row: dict[str, Any] = {"loss": loss, "arm": arm, "not reached by": sum(map(math.isinf, values))}
+            if not any(map(math.isinf, [*values, *base])):
+                row["samples"] = round(float(np.mean(values)))
+                if arm != stats.baseline:
+                    paired = compare_seeds([own - other for own, other in zip(values, base, strict=True)])
+                    row |= {"difference": round(paired.delta), "low": round(paired.low), "high": round(paired.high)}
+            rows.append(row)
+    return rows
+
+
+def first_reached(loss: float, training: Mapping[str, Sequence[float]]) -> float:
+    """The samples at which a curve, straight between its points, first comes down to `loss`; infinity if never."""
+    points = list(zip(training["samples"], training["loss"], strict=True))
+    if points[0][1] <= loss:
+        return float(points[0][0])
+    for (x, above), (later, value) in zip(points, points[1:], strict=False):
+        if value <= loss:
+            return float(x + (above - loss) / (above - value) * (later - x))
+    return math.inf
+
+
+def logged_table(stats: Statistics) -> Rows:
+    """The first seed's last losses, and norms at the LLM's input, a column for each arm."""
+    runs = {arm: stats.by_run[arm, stats.seeds[0]].get("logged") for arm in stats.arms}
+    labels = [(f"final loss, stage {stage} (mean of {LOSS_STEPS} steps)", "loss", stage - 1) for stage in (1, 2)]
+    for name in ("visual", "text"):
+        for place, words in enumerate(("start", "after stage 1", "after stage 2")):
+            labels.append((f"{name} token norm, {words}", f"{name} norm", place))
+    return [
+        {"logged": label} | {arm: in_digits(run[key][place], 3) for arm, run in runs.items() if run}
+        for label, key, place in labels
+        if all(runs.values())
+    ]
+
+
+def examples_table(stats: Statistics) -> Rows:
+    """Some questions that an arm won and some that it lost, with both answers, first seed."""
+    rows: Rows = []
+    base = stats.by_run[stats.baseline, stats.seeds[0]]
+    for arm in stats.arms[1:]:
+        ours = stats.by_run[arm, stats.seeds[0]]
+        for task in stats.tasks if "answers" in base else ():
+            changes = np.array(ours["scores"][task]) - np.array(base["scores"][task])
+            for outcome, chosen in (("won", changes > 0), ("lost", changes < 0)):
+                for number in np.flatnonzero(chosen)[: EXAMPLES // 2]:
+                    row = {"arm": arm, "benchmark": TITLES.get(task, task), "outcome": outcome}
+                    row |= {"question": stats.record["questions"][task][number]}
+                    row |= {"expected": stats.facts(task)["targets"][number], "answer": ours["answers"][task][number]}
+                    rows.append(row | {"baseline's answer": base["answers"][task][number]})
+    return rows
+
+
+def runs_table(record: Record) -> Rows:
+    """Where each run comes from: machine, precision, commit, time and digests."""
+    names = ("seed", "arm", "started", "hours", "machine", "precision", "commit", "tower", "weights")
+    return [{name: entry[name] for name in names} for entry in record["runs"]]
+
+
+def cost_table(record: Record) -> Rows:
+    """Hours, tokens and memory of every stage from its log, the time of the evaluation, and the commands."""
+    rows: Rows = []
+    for entry in record["runs"]:
+        run = {"arm": entry["arm"], "seed": entry["seed"]}
+        for name, stage in entry.get("stages", {}).items():
+            row = run | {"step": name, "devices": stage["devices"], "device hours": round(stage["device_hours"], 3)}
+            row |= {"optimizer steps": stage["steps"], "tokens": round(stage["tokens"])}
+            row |= {"tokens/s": round(stage["tokens"] / stage["seconds"]) if stage["seconds"] else None}
+            row |= {"peak memory, GiB": round(stage["peak_memory_gib"], 2)}
+            starts = stage["starts"]
+            row |= {"started": ", ".join(start["started"] for start in starts), "command": starts[-1]["command"]}
+            rows.append(row | {"commit": ", ".join(dict.fromkeys(str(start["commit"]) for start in starts))})
+        if evaluation := entry.get("evaluation"):
+            hours = round(evaluation["seconds"] * max(1, evaluation.get("num_gpus") or 1) / 3600, 3)
+            row = run | {"step": "evaluation", "device hours": hours, "started": evaluation["created"]}
+            rows.append(row | {"command": evaluation["command"], "commit": evaluation["commit"]})
+    return rows
+
+
+def own_table(record: Record) -> Rows:
+    """Fields of the configuration in which the runs differ, with each run's value."""
+    own = {name_of(entry): entry.get("own", {}) for entry in record["runs"]}
+    rows: Rows = []
+    for field in sorted({name for values in own.values() for name in values}):
+        values = [values.get(field, ABSENT) for values in own.values()]
+        if any(value != values[0] for value in values):
+            rows.append({"field": field, **dict(zip(own, map(str, values), strict=True))})
+    return rows
+
+
+def name_of(entry: Mapping[str, Any]) -> str:
+    return entry["arm"] if entry["seed"] is None else f"{entry['arm']}, seed {entry['seed']}"
+
+
+def measured_tables(folder: Path) -> dict[str, Rows]:
+    """The tables that `llava.analysis` wrote, by name, in four digits to be read; its files have all."""
+    contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {
+        name: [{column: in_digits(value, 4) for column, value in row.items()} for row in content["rows"]]
+        for name, content in contents.items()
+        if isinstance(content, dict) and content.get("rows")
+    }
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def summaries(stats: Statistics) -> list[str]:
+    """A sentence for every arm's overall result."""
+    name = stats.overall if stats.overall != MEAN else f"mean of {len(stats.counted)}"
+    lines = []
+    for arm, by_task in stats.results.items():
+        result = by_task[stats.overall]
+        bounds = f"{result['low']:+.2f} to {result['high']:+.2f}"
+        text = f"{arm} minus {stats.baseline}, {name}: {result['delta']:+.2f} points "
+        text += f"({100 * result.get('confidence', CONFIDENCE):g} % interval {bounds})"
+        lines.append(f"{text}: {result['verdict']}" if result["verdict"] else text)
+    return lines
+
+
+def caveats(stats: Statistics) -> list[str]:
+    """What limits this comparison."""
+    notes = []
+    if stats.decided:
+        notes.append(
+            f"Intervals are Student's t over the {len(stats.seeds)} seeds' paired differences; the questions are those "
+            f"asked. “{UNDECIDED}” means that no difference is shown, and none within the interval is excluded."
+        )
+        count = sum(bool(result["verdict"]) for by_task in stats.results.values() for result in by_task.values())
+        if not stats.plan:
+            notes.append(
+                f"Of {count} verdicts at 95 % about {count / 20:.1f} would be wrong by chance if no arm differed."
+            )
+    else:
+        seeds = "One seed" if len(stats.seeds) == 1 else f"{len(stats.seeds)} seeds"
+        notes.append(
+            f"{seeds}: the intervals cover the choice of questions only, not what another training would have given. "
+            f"So there is no verdict, and the arms cannot be ranked; that takes at least {FEWEST_SEEDS} seeds."
+        )
+    rates = [stats.record["configuration"].get(f"{stage}.training.learning_rate") for stage in ("pretrain", "finetune")]
+    if None not in rates:
+        notes.append(
+            f"Every arm was trained with one set of learning rates ({rates[0]:g} in stage 1, {rates[1]:g} in stage 2), "
+            "and the arms' order depends on them."
+        )
+    if limit := stats.record["runs"][0].get("evaluation", {}).get("limit"):
+        notes.append(f"Only the first {limit} samples of every benchmark were evaluated: these are not real scores.")
+    return notes
