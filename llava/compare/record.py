@@ -9,7 +9,7 @@
      "runs": [{"seed", "arm", "plan", "commit", "started", "machine", "precision", "hours",
                "tower", "language_model", "weights",             digests
                "scores", "log_probabilities", "answers",         by task, for each question
-               "percent",                                        by task, as the harness computed it
+               "percent",                                        by task, where a harness computed it
                "controls",                                       percent by control and task
                "training",                                       the evaluations during stage 2
                "logged", "stages", "evaluation", "own"}]}
@@ -88,12 +88,18 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def add_run(
-    record: Record, run: Run, results: Results, controls: Mapping[str, Results] | None = None, plan: str = ""
+    record: Record,
+    run: Run,
+    results: Results,
+    controls: Mapping[str, Results] | None = None,
+    plan: str = "",
+    harness: bool = False,
 ) -> None:
     """Adds a run with its answers, and those under each control, to the record.
 
     Args:
         plan: the digest of the plan that the run follows.
+        harness: whether a harness computed the scores, which may not be the mean of the questions' scores.
 
     Raises:
         ValueError: it differs from the recorded runs in more than arm and seed, or answered other questions.
@@ -116,6 +122,8 @@ def add_run(
                 f"{run.name} started from a language model of digest {entry['language_model']}, the recorded runs "
                 f"in {entry['precision']} from {other['language_model']}; prepare the inputs again"
             )
+    if harness:
+        entry["percent"] = {name: results.tasks[name].score for name in before}
     record |= {"configuration": shared, "questions": before}
     record["tasks"] = record.get("tasks") or facts_of(results, before)
     record["runs"].append(entry)
@@ -184,7 +192,6 @@ def entry_of(
         "language_model": str(digests.get(LANGUAGE_MODEL))[:12],
         "weights": revision(str(run.folder(STAGES[-1]))),
         "scores": {name: [sample.score for sample in own] for name, own in samples.items()},
-        "percent": {name: results.tasks[name].score for name in questions},
         "answers": {name: [sample.answer for sample in own] for name, own in samples.items()},
     }
     if all(sample.log_probability is not None for own in samples.values() for sample in own):
@@ -282,7 +289,7 @@ def differing(record: Record, other: Record) -> dict[str, list[str]]:
         parts = []
         for part in ("scores", "log_probabilities"):
             values, repeated = flat(record, entry, part), flat(other, again, part)
-            if count := len(differences(values, repeated)):
+            if count := sum(values.get(key) != repeated.get(key) for key in {**values, **repeated}):
                 parts.append(f"{count} of {len(values)} {part.replace('_', '-')}")
         parts += ["losses of stage 2"] * (entry.get("training") != again.get("training"))
         changed[f"{arm}, seed {seed}"] = parts

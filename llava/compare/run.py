@@ -109,7 +109,7 @@ class Comparison(Experiment):
         check_all(self.runs, bool(self.questions))
         record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
         for run in self.runs:
-            add_run(record, run, self.results_of(run))
+            add_run(record, run, self.results_of(run), harness=True)
         write_record(record, self.folder / FILE)
         write_page(record, self.folder)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from llava.compare import paper
 from llava.compare.plan import Plan
-from llava.compare.record import LOSS_STEPS, Record, in_digits
+from llava.compare.record import Record, in_digits
 from llava.compare.runs import ABSENT
 from llava.eval.paired import (
     FEWEST_SEEDS,
@@ -324,10 +324,10 @@ def first_reached(loss: float, training: Mapping[str, Sequence[float]]) -> float
 def logged_table(stats: Statistics) -> Rows:
     """The first seed's last losses, and norms at the LLM's input, a column for each arm."""
     runs = {arm: stats.by_run[arm, stats.seeds[0]].get("logged") for arm in stats.arms}
-    labels = [(f"final loss, stage {stage} (mean of {LOSS_STEPS} steps)", "loss", stage - 1) for stage in (1, 2)]
-    for name in ("visual", "text"):
-        for place, words in enumerate(("start", "after stage 1", "after stage 2")):
-            labels.append((f"{name} token norm, {words}", f"{name} norm", place))
+    labels = [(f"final loss, stage {stage}", "loss", stage - 1) for stage in (1, 2)]
+    places = {"start": 0, "after stage 1": 1, "after stage 2": 2}
+    labels += [(f"visual token norm, {words}", "visual norm", place) for words, place in places.items()]
+    labels += [(f"text token norm, {words}", "text norm", places[words]) for words in ("start", "after stage 2")]
     return [
         {"logged": label} | {arm: in_digits(run[key][place], 3) for arm, run in runs.items() if run}
         for label, key, place in labels

@@ -72,7 +72,7 @@ def start(tmp_path):
         words += flags
         options = {"cwd": ROOT, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
         if wait:
-            return subprocess.run(words, capture_output=True, timeout=60, **options)
+            return subprocess.run(words, capture_output=True, timeout=240, **options)
         listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(words, start_new_session=True, preexec_fn=listens, stderr=subprocess.PIPE, **options)
 
