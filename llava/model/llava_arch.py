@@ -506,22 +506,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                 "release of transformers that docs/install.md names"
             )
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs,
-    ) -> dict[str, Any]:
-        """The library's inputs of a step; without a cache they begin with the prompt, which the library would drop."""
-        if inputs_embeds is not None and not kwargs.get("use_cache", True):
-            inputs_embeds = torch.cat([inputs_embeds, self.get_model().embed_tokens(input_ids)], dim=1)
-            is_first_iteration = True  # else the library takes `input_ids`, the answer so far, alone
-        parent: Any = super()
-        return parent.prepare_inputs_for_generation(
-            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
-        )
-
     @torch.no_grad()
     # pyrefly: ignore[bad-override]  # the library's other arguments pass through
     def generate(

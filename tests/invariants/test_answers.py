@@ -15,8 +15,8 @@ from llava.train.train import train
 
 pytestmark = pytest.mark.slow
 
-# The second word needs the picture again, so a model that loses the prompt after its first token is wrong.
-ANSWERS = {"red": "hot tea", "yellow": "hot day", "blue": "icy tea", "green": "icy day"}
+# Only the second word needs the picture, so a model that loses the prompt after its first token is wrong.
+ANSWERS = {"red": "some tea", "yellow": "some day", "blue": "some tea", "green": "some day"}
 QUESTIONS = ("What?", "What is it?", "Say in two words what it is.")  # of different length, so that batches are padded
 
 
@@ -35,7 +35,7 @@ def write_records(folder, answers):
 
 def trained_on(tiny, folder, **options):
     """Trains on the records of a folder until the model knows them; returns the run's folder."""
-    options |= {"version": "qwen_1_5", "data_path": folder / "data.json", "image_folder": folder, "max_steps": 80}
+    options |= {"version": "qwen_1_5", "data_path": folder / "data.json", "image_folder": folder, "max_steps": 60}
     options |= {"per_device_train_batch_size": 12, "lr_scheduler_type": "constant", "telemetry_steps": 100}
     train(flags(tiny, folder / "run", 2, **options))
     return folder / "run"
