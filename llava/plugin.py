@@ -1,17 +1,9 @@
 """Your own parts without a fork: what a plug-in file calls, and `load`, which executes one.
 
-A plug-in is a Python file that imports this module and registers parts by plain calls:
+    register_norm("half_rmsnorm", HalfNorm)     # a subclass of ProjectorNorm, such as AlignedRMSNorm
 
-    from llava.model.multimodal_projector.norm import AlignedRMSNorm
-    from llava.plugin import register_norm
-
-    class HalfNorm(AlignedRMSNorm):
-        def normalize(self, x):
-            return 0.5 * super().normalize(x)
-
-    register_norm("half_rmsnorm", HalfNorm)
-
-`--plugin my_parts.py` loads it before the flags are parsed, which may then name its parts.
+`--plugin my_parts.py` loads such a file before the flags are parsed, which may then name its parts. Every function
+raises ValueError where the name exists.
 """
 
 from collections.abc import Callable
@@ -26,17 +18,13 @@ from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, ProjectorType
 from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNorm
 from llava.train.arguments import OPTIMIZERS, TrainingArguments
-from llava.utils.plugins import claim, load, on_forget
+from llava.utils.plugins import claim, load
 
 __all__ = ["load", "register_family", "register_norm", "register_optimizer", "register_projector", "register_tower"]
 
 
 def register_norm(name: str, norm: type[ProjectorNorm]) -> None:
-    """Adds a value of `--mm_projector_norm`.
-
-    Raises:
-        ValueError: the name exists; or `norm` is no `ProjectorNorm`, whose arguments and gain everything else reads.
-    """
+    """Adds a value of `--mm_projector_norm`; raises ValueError if it is no `ProjectorNorm`."""
     if not (isinstance(norm, type) and issubclass(norm, ProjectorNorm)):
         raise ValueError(f"register_norm({name!r}): expected a subclass of ProjectorNorm, found {norm!r}")
     claim("norm", NORM_TYPES, name, norm)
@@ -50,48 +38,32 @@ def register_projector(name: str, build: Callable[[int, int, int], nn.Module], m
         build: gets E, D and that number (0 without N); gives a module from [N, V, E] to [N, V / merge ** 2, D]. A plain
             `nn.Sequential` keeps its parameter names.
         merge: side of the square of patches that becomes one visual token.
-
-    Raises:
-        ValueError: the name exists.
     """
     claim("projector", PROJECTOR_TYPES, name, ProjectorType(build, merge))
 
 
 def register_tower(tower: type[VisionTower]) -> None:
-    """Adds a kind of vision tower, by the `model_type` of its `config_class`, which `AutoConfig` must know.
-
-    Raises:
-        ValueError: there is a tower of this type.
-    """
+    """Adds a kind of vision tower, by the `model_type` of its `config_class`, which `AutoConfig` must know."""
     claim("tower", TOWERS, tower.config_class.model_type, tower)
 
 
 def register_family(family: Family) -> None:
-    """Adds a family of decoders; CONTRIBUTING.md says what a decoder must be like.
-
-    Raises:
-        ValueError: there is a family of one of its model types.
-    """
+    """Adds a family of decoders; CONTRIBUTING.md says what a decoder must be like."""
     if family.config.model_type in families.MODEL_CLASSES:
         raise ValueError(f"the decoder {family.config.model_type!r} exists already")
     made = families.llava_classes(family)
     claim("decoder", families.LLAVA_CLASSES, family.model_type, made)
     vars(families).update({cls.__name__: cls for cls in made})  # pickle finds classes by name
-    types = (family.model_type, family.config.model_type)
-    families.MODEL_CLASSES.update(dict.fromkeys(types, made.causal_lm))
+    families.MODEL_CLASSES.update(dict.fromkeys((family.model_type, family.config.model_type), made.causal_lm))
     families.FAMILIES.append(family)
-    on_forget(lambda: [families.FAMILIES.remove(family), *map(families.MODEL_CLASSES.pop, types)])
 
 
 def register_optimizer(name: str, build: Callable[[list[dict], TrainingArguments], torch.optim.Optimizer]) -> None:
-    """Adds a value of `--optim`.
+    """Adds a value of `--optim`, which must not be one of the Hugging Face Trainer's.
 
     Args:
-        name: not one of the Hugging Face Trainer's.
+        name: the value.
         build: gets the parameter groups, each with `params`, `lr`, `weight_decay` and `name`, and the training
             arguments; gives the optimizer.
-
-    Raises:
-        ValueError: the name exists.
     """
     claim("optimizer", OPTIMIZERS, name, build)
