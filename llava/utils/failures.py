@@ -145,7 +145,8 @@ def refusal(error: BaseException) -> str | None:
     if it comes from reading files or importing packages. Any other error needs its traceback.
     """
     # A process pool's traceback is the cause's, a data loader's worker's is the end of the message.
-    text = getattr(error.__cause__, "tb", None) or "".join(traceback.format_exception(error, chain=False))
+    text = getattr(error.__cause__, "tb", "").removesuffix('"""')
+    text = text or "".join(traceback.format_exception(error, chain=False))
     *_, frame = (None, *_FRAME.finditer(text))
     if frame and (frame["source"] or "").startswith("raise ") and Path(frame["file"]).resolve().is_relative_to(PACKAGE):
         return text[frame.end() :].strip().partition(": ")[2]
