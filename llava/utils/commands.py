@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the list of all flags."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"formatter_class": Help, **options})
+        options.setdefault("formatter_class", Help)
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""
@@ -147,8 +148,8 @@ def device_name(text: str) -> str:
     import torch  # takes seconds
 
     names = ["cpu"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
+    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()):
+        kind = accelerator.type
         names += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
     if text not in names:
         raise argparse.ArgumentTypeError(f"this machine has no device {text!r}; expected one of {', '.join(names)}")

@@ -51,13 +51,23 @@ class Progress(tqdm):
         done: float = 0,
         hidden: bool = False,
     ):
-        items, total = (of, total) if isinstance(of, Iterable) else (None, of)
-        if in_terminal():
-            shown = {"bar_format": "{desc}: " + _BAR + _COUNT, "dynamic_ncols": True}
-        else:
-            shown = {"bar_format": "{desc}: " + _COUNT, "file": _Lines(), "mininterval": EVERY, "delay": EVERY}
-        shown |= {"initial": done, "unit": unit, "miniters": 1, "smoothing": 0, "disable": hidden}
-        super().__init__(items, desc, total, **shown)
+        items: Any = of if isinstance(of, Iterable) else None
+        terminal = in_terminal()
+        super().__init__(
+            items,
+            desc,
+            total if isinstance(of, Iterable) else of,
+            file=None if terminal else _Lines(),
+            mininterval=0.1 if terminal else EVERY,
+            delay=0 if terminal else EVERY,
+            miniters=1,
+            smoothing=0,
+            bar_format="{desc}: " + (_BAR if terminal else "") + _COUNT,
+            dynamic_ncols=True,
+            unit=unit,
+            initial=done,
+            disable=hidden,
+        )
 
     def note(self, text: str) -> None:
         """Shows `text`, such as the loss, after the count from now on."""
