@@ -5,7 +5,6 @@ failing rank makes the others fail too, later and with messages about lost conne
 far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it at the end.
 """
 
-import faulthandler
 import os
 import re
 import shutil
@@ -76,6 +75,7 @@ class Watchdog:
         if self.folder is None:
             return
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._write(self.folder, text, lost_peer, details)
         except OSError:  # the error to be reported may be that this folder cannot be written
             self.folder = Path(tempfile.mkdtemp(prefix="llava-errors-"))
@@ -83,11 +83,9 @@ class Watchdog:
         self.reported = True
 
     def _write(self, folder: Path, text: str, lost_peer: bool, details: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         where = f"{PHASES[self.phase]} after {self.step} finished steps"
-        name = f"{self.step:08d}-{self.phase}-{int(lost_peer)}-{time.time_ns()}-rank{self.rank}.txt"
         header = f"rank {self.rank} on {socket.gethostname()}, process {os.getpid()}, {where}\n"
-        file = folder / name
+        file = folder / f"{self.step:08d}-{self.phase}-{int(lost_peer)}-{time.time_ns()}-rank{self.rank}.txt"
         if details:
             beside = file.with_suffix(".traceback")
             beside.write_text(header + details)
@@ -110,11 +108,9 @@ class Watchdog:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            stacks = file.read()
-        text = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); its stack traces:\n{stacks}"
+        stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+        text = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); its stack traces:\n"
+        text += "\n".join(stacks)
         self.report(text, lost_peer=False)
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
         os._exit(HANG_EXIT_CODE)  # the main thread may be inside a call that never returns

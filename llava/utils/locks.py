@@ -81,11 +81,3 @@ class FolderLock:
             if self._made:
                 with suppress(OSError):
                     self.folder.rmdir()
-
-
-def refuse_in_use(folder: Path) -> None:
-    """Raises InUse if another training holds the folder."""
-    if (folder / TRAINING_LOCK).exists():
-        lock = FolderLock(folder)
-        lock.acquire()
-        lock.release()
