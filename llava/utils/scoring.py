@@ -7,6 +7,7 @@ a word, a letter or a number; where nothing can be read, or two things that diff
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
 _TYPESET = {0x2212: "-", 0x2013: "-", 0x2010: "-", 0x2011: "-", 0x2014: " "}  # minus, en dash, hyphens; em dash
 _MARKS = re.escape("!\"'()*,.:;?[]_`{}~…“”‘’„«»¿¡。，！？：；、（）")
@@ -47,26 +48,23 @@ def relaxed(answer: str, expected: str) -> bool:
 def yes_or_no(text: str) -> str | None:
     """The text's first word if that is yes or no, else the only one of them anywhere in it."""
     words = normalized(text).split()
-    return _only(words[:1]) or _only(words)
-
-
-def _only(words: list[str]) -> str | None:
-    answers = {"yes", "no"}.intersection(words)
-    return answers.pop() if len(answers) == 1 else None
+    return _only({"yes", "no"}.intersection(words[:1])) or _only({"yes", "no"}.intersection(words))
 
 
 def letter(text: str) -> str | None:
     """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets."""
     if first := _FIRST_LETTER.match(text.strip()):
         return first[1].upper()
-    letters = set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text))
-    return letters.pop() if len(letters) == 1 else None
+    return _only(set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text)))
 
 
 def number(text: str) -> Decimal | None:
     """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number."""
-    numbers = {_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))}
-    return numbers.pop() if len(numbers) == 1 else None
+    return _only({_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))})
+
+
+def _only(found: set) -> Any:
+    return found.pop() if len(found) == 1 else None
 
 
 def _whole_number(text: str) -> Decimal | None:
