@@ -16,7 +16,6 @@ from pathlib import Path
 
 from llava.utils.files import write_json
 
-_BLOCK = 1 << 20
 _LARGE = 64 << 20  # bytes from which a digest is worth keeping
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
@@ -33,11 +32,8 @@ def user_cache(kind: str) -> Path:
 
 def bytes_digest(source: Path) -> str:
     """SHA-256 of all bytes of a file."""
-    digest = hashlib.sha256()
     with source.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sampled_digest(source: Path, blocks: int) -> str:
