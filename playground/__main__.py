@@ -6,27 +6,29 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from llava.utils.commands import Parser
+from llava.utils.commands import INTERRUPTED, Parser
 from llava.utils.paths import WORK
-from playground.options import PICTURES, add_options, settings_from
+from playground.options import FLAGS, PICTURES
 from playground.store import PlaygroundError
 
-INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
+COMMANDS = ("smollm2", *PICTURES, "tower", "heldout")
 DEFAULT_ROOT = WORK / "playground/data"
-INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser: one sub-command per module, plus `all`."""
     shared = Parser(add_help=False)
-    shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
+    shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of every output")
     shared.add_argument("--force", action="store_true", help="remake the output, even if it is complete")
     top = Parser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for name in INPUTS:
+    for name in COMMANDS:
         text = module_of(name).__doc__
         sub = commands.add_parser(name, parents=[shared], help=text, description=text)
-        add_options(sub, module_of(name).Settings)
+        for flag, meaning in FLAGS.get(name, {}).items():
+            default, choices = getattr(module_of(name).Settings, flag), PICTURES if flag == "data" else None
+            words = {"type": type(default), "default": default, "choices": choices}
+            sub.add_argument(f"--{flag.replace('_', '-')}", help=meaning, **words)
     summary = "Prepare what a training on pictures of one kind needs, with default settings: smollm2, pictures, tower."
     everything = commands.add_parser("all", parents=[shared], help=summary, description=summary)
     everything.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="kind of the pictures")
@@ -40,22 +42,19 @@ def module_of(command: str) -> ModuleType:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    settings = {flag: getattr(args, flag) for flag in FLAGS.get(args.command, ())}
+    commands = {args.command: settings}
+    if args.command == "all":
+        commands = {"smollm2": {}, args.data: {}, "tower": {"data": args.data}}
     try:
-        args = parser().parse_args(argv)
-        if args.command == "all":
-            for name in ("smollm2", args.data):
-                module_of(name).prepare(module_of(name).Settings(), args.root, args.force)
-            tower = module_of("tower")
-            tower.prepare(tower.Settings(data=args.data), args.root, args.force)
-        else:
-            module = module_of(args.command)
-            module.prepare(settings_from(args, module.Settings), args.root, args.force)
-    except PlaygroundError as error:
+        for name, values in commands.items():
+            module_of(name).prepare(module_of(name).Settings(**values), args.root, args.force)
+    except (PlaygroundError, ImportError) as error:
         print(f"playground {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
-        print(f"playground {' '.join(argv[:1])}: interrupted; rerun the same command to resume", file=sys.stderr)
+        print(f"playground {args.command}: interrupted; rerun the same command to resume", file=sys.stderr)
         return INTERRUPTED
     return 0
 

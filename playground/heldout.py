@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,10 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     prepared = [name for name in PICTURES if (root / name / "heldout.json").is_file()]
     if not prepared:
         raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground {PICTURES[0]}` first")
-    for name in PICTURES:
-        if name not in prepared:
-            print(f"heldout: {name} are not prepared in {root}, skipped")
-            continue
+    for name in prepared:
         manifest = read_manifest(root / name)
         source = {"source": manifest and manifest["settings"], "format": FORMAT}
-
-        def write(folder: Path, name: str = name) -> dict[str, Any]:
-            return write_set(root / name, folder)
-
-        build(root / FOLDER / ORGANISATION / name, "heldout", source, write, force)
+        build(root / FOLDER / ORGANISATION / name, "heldout", source, partial(write_set, root / name), force)
     return root / FOLDER
 
 

@@ -1,34 +1,17 @@
-"""Settings dataclasses as command-line options: one documented field is one flag."""
-
-import argparse
-from dataclasses import MISSING, field, fields
-from typing import Any, TypeVar
-
-SettingsT = TypeVar("SettingsT")
+"""The sets of pictures, and the settings that are flags of `python -m playground`."""
 
 PICTURES = ("scenes", "stamps", "probes")
-"""The sets of pictures, each a module of this package; the first is the default."""
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a dataclass field that `add_options` turns into a flag of the default's type."""
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-def add_options(parser: argparse.ArgumentParser, settings_class: type) -> None:
-    """Add one `--field-name` flag per field of `settings_class`."""
-    for item in fields(settings_class):
-        if item.default is MISSING:
-            raise TypeError(f"{settings_class.__name__}.{item.name}: a settings field needs a default (use option())")
-        parser.add_argument(
-            "--" + item.name.replace("_", "-"),
-            type=type(item.default),
-            default=item.default,
-            choices=item.metadata.get("choices"),
-            help=item.metadata["help"],
-        )
-
-
-def settings_from(args: argparse.Namespace, settings_class: type[SettingsT]) -> SettingsT:
-    """Return the settings that the parsed flags describe."""
-    return settings_class(**{item.name: getattr(args, item.name) for item in fields(settings_class)})
+"""Each a module of this package; the first is the default."""
+FLAGS = {
+    "scenes": {
+        "num_train": "training pictures of one or two shapes: each gives a caption and a record of questions",
+        "num_crowded": "training pictures of one to four shapes, only for the vision tower",
+        "num_heldout": "held-out pictures: each gives one question",
+    },
+    "stamps": {"package_dir": "folder with the unpacked package; empty: download it"},
+    "tower": {
+        "data": "prepared picture set to train on",
+        "patch_size": "side of a patch in pixels, which is one visual token; 0: 32, for probes 24",
+    },
+}
+"""By command and setting, the meaning."""

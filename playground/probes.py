@@ -17,15 +17,15 @@ see otherwise.
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from playground.options import option
 from playground.records import image_record
 from playground.scene_drawing import POSITIONS, SHAPES, Scene, Shape, draw_scene, place_shape
 from playground.scene_questions import about_scene, ask, caption, text_records
-from playground.scenes import check_counts, image_name, pretrain_records, write_set
-from playground.store import PlaygroundError, build
+from playground.scenes import image_name, pretrain_records, write_set
+from playground.store import build
 
 FOLDER = "probes"
 FORMAT = 1  # raise it when the same settings give other files
@@ -46,7 +46,6 @@ ANSWERS = {  # the kinds of questions, with answers in rotation
     "text": MARKS,
     "pair": (*COLORS, *SHAPES, *SHAPES),
 }
-TURNS = 24  # after this many questions all answers of every kind were equally frequent
 TOWER = "tower"  # the kind of additional pictures that only the vision tower is trained on
 NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
 # The kinds of training pictures in rotation; `color` covers the first three kinds, and so occurs twice.
@@ -56,38 +55,29 @@ CAPTION_SHARE = 0.25  # captions per record of questions in stage 2
 
 @dataclass
 class Settings:
-    """What `python -m playground probes` draws."""
+    """What `python -m playground probes` draws.
 
-    size: int = option(96, "side of the square pictures in pixels")
-    num_train: int = option(1200, "training pictures: each gives a caption and a record of questions")
-    num_crowded: int = option(2000, "additional pictures of small and marked shapes, only for the vision tower")
-    num_per_kind: int = option(96, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
-    num_text: int = option(40, "training records without a picture")
-    seed: int = option(0, "seed of everything drawn")
+    Attributes:
+        size: side of the square pictures in pixels; what is written is legible from 64 on.
+        num_train: training pictures: each gives a caption and a record of questions.
+        num_crowded: additional pictures of small and marked shapes, only for the vision tower.
+        num_per_kind: held-out pictures, and questions, of every kind; of a multiple of 24 all answers are equally many.
+        num_text: training records without a picture.
+        seed: seed of everything drawn.
+    """
+
+    size: int = 96
+    num_train: int = 1200
+    num_crowded: int = 2000
+    num_per_kind: int = 96
+    num_text: int = 40
+    seed: int = 0
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     """Return the folder `<root>/probes`, made unless it is complete."""
-    check(settings)
-
-    def write(folder: Path) -> dict[str, Any]:
-        return write_probes(settings, folder)
-
-    return build(root / FOLDER, "probes", {**asdict(settings), "format": FORMAT}, write, force)
-
-
-def check(settings: Settings) -> None:
-    """Raise `PlaygroundError` for settings that cannot be drawn."""
-    if settings.size < 64:
-        raise PlaygroundError(
-            f"--size {settings.size}: what is written is legible from 64 pixels on; give at least 64."
-        )
-    check_counts(settings, "num_train", "num_crowded", "num_per_kind", "num_text")
-    if settings.num_per_kind % TURNS:
-        raise PlaygroundError(
-            f"--num-per-kind {settings.num_per_kind}: expected a multiple of {TURNS}, so that all answers come equally "
-            "often."
-        )
+    made_with = {**asdict(settings), "format": FORMAT}
+    return build(root / FOLDER, "probes", made_with, partial(write_probes, settings), force)
 
 
 def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
@@ -103,9 +93,7 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
         "heldout.json": [record for _, record in heldout],
     }
     splits = {"train": train + crowded, "heldout": [scene for scene, _ in heldout]}
-    write_set(splits, records, settings.size, folder, counted_caption)
-    return {
-        "records": {name: len(content) for name, content in records.items()},
+    return write_set(splits, records, settings.size, folder, counted_caption) | {
         "held_out_pairs": sorted(f"{color} {form}" for color, form in HELD_OUT_PAIRS),
         "chance_percent": chance_percent(records["heldout.json"]),
     }

@@ -1,11 +1,10 @@
 """Photos and drawings with captions from Debian's `tuxpaint-stamps-default`, with questions about what they show."""
 
 import random
+import shlex
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from PIL import Image
 
 from llava.utils.files import write_json
 from llava.utils.progress import progress
-from playground.options import option
 from playground.records import STATEMENTS
 from playground.stamp_questions import (
     KINDS,
-    NUM_CHOICES,
     Stamp,
     finetune_records,
     heldout_records,
@@ -36,12 +33,19 @@ WHITE_ENOUGH = 250  # a picture with no pixel darker than this is invisible on w
 
 @dataclass
 class Settings:
-    """What `python -m playground stamps` makes."""
+    """What `python -m playground stamps` makes.
 
-    max_side: int = option(384, "longest side of the saved pictures in pixels; smaller ones keep their size")
-    num_heldout: int = option(80, "pictures held out of training: each gives one question of every kind")
-    seed: int = option(0, "seed of the split and of the questions")
-    package_dir: str = option("", f"folder with the unpacked package (holds {STAMPS_IN_PACKAGE}); empty: download it")
+    Attributes:
+        max_side: longest side of the saved pictures in pixels; smaller ones keep their size.
+        num_heldout: pictures held out of training: each gives one question of every kind.
+        seed: seed of the split and of the questions.
+        package_dir: folder with the unpacked package, which holds `STAMPS_IN_PACKAGE`; empty: download it.
+    """
+
+    max_side: int = 384
+    num_heldout: int = 80
+    seed: int = 0
+    package_dir: str = ""
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
@@ -50,8 +54,9 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     def write(folder: Path) -> dict[str, Any]:
         if settings.package_dir:
             return write_stamps(settings, Path(settings.package_dir), folder)
-        with unpacked(cached_package(root / "cache")) as package:
-            return write_stamps(settings, package, folder)
+        with tempfile.TemporaryDirectory() as unpacked:
+            unpack(cached_package(root / "cache"), Path(unpacked))
+            return write_stamps(settings, Path(unpacked), folder)
 
     return build(root / FOLDER, "stamps", {**asdict(settings), "format": FORMAT}, write, force)
 
@@ -64,49 +69,24 @@ def cached_package(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     print(f"stamps: downloading {PACKAGE} (160 MB) with apt-get", flush=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        if not _apt_download(folder):
-            print("stamps: apt-get does not find it; refreshing its package lists once", flush=True)
-            _run(["apt-get", "update"], folder)
-            if not _apt_download(folder):
-                raise PlaygroundError(
-                    f"`apt-get download {PACKAGE}` failed (its message is above). If the package lists are missing or "
-                    "old, run `apt-get update` as root once; on a system without apt, unpack the package yourself and "
-                    "give its folder with --package-dir."
-                )
+        _run(f"apt-get download {PACKAGE}", folder, "run `apt-get update` as root once if its package lists are old")
         (package,) = Path(folder).glob(f"{PACKAGE}_*.deb")
         return package.rename(cache / package.name)
 
 
-def _apt_download(folder: str) -> bool:
-    return _run(["apt-get", "download", PACKAGE], folder)
+def unpack(package: Path, folder: Path) -> None:
+    """Write the package's pictures and captions to `folder`; its thousands of sounds stay packed."""
+    patterns = " ".join(f"'*{ending}'" for ending in USED)
+    command = f"set -o pipefail; dpkg-deb --fsys-tarfile {shlex.quote(str(package))} | tar -x --wildcards {patterns}"
+    _run(command, folder, f"{package} may be damaged: delete it and run this again")
 
 
-def _run(command: list[str], folder: str) -> bool:
-    with _started(command, cwd=folder) as process:
-        return process.wait() == 0
-
-
-def _started(command: list[str], **options: Any) -> subprocess.Popen:
-    try:
-        return subprocess.Popen(command, **options)
-    except FileNotFoundError as error:
+def _run(command: str, folder: str | Path, advice: str) -> None:
+    if subprocess.run(["bash", "-c", command], cwd=folder).returncode:
         raise PlaygroundError(
-            f"`{command[0]}` is not on this system: {PACKAGE} comes from Debian. Unpack the package yourself and give "
-            "its folder with --package-dir."
-        ) from error
-
-
-@contextmanager
-def unpacked(package: Path) -> Iterator[Path]:
-    """Yield a temporary folder with the package's pictures and captions; its thousands of sounds stay packed."""
-    with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-        patterns = [f"*{ending}" for ending in USED]
-        with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as content:
-            with _started(["tar", "-x", "-C", folder, "--wildcards", *patterns], stdin=content.stdout) as tar:
-                content.stdout.close()  # if tar ends early, dpkg-deb must notice
-        if content.returncode or tar.returncode:
-            raise PlaygroundError(f"{package}: cannot be unpacked; it may be damaged. Delete it and run this again.")
-        yield Path(folder)
+            f"`{command}` failed (its message is above); {advice}. Without apt, unpack the package "
+            "yourself and give its folder with --package-dir."
+        )
 
 
 def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, Any]:
@@ -121,7 +101,9 @@ def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, A
             continue
         picture.save(folder / "images" / f"{stamp.name}.png")
         visible.append(stamp)
-    train, heldout = split(visible, settings)
+    chosen = set(random.Random(f"{settings.seed}/split").sample(range(len(visible)), settings.num_heldout))
+    train = [stamp for i, stamp in enumerate(visible) if i not in chosen]
+    heldout = [stamp for i, stamp in enumerate(visible) if i in chosen]
     records = {
         "pretrain.json": pretrain_records(train, settings.seed),
         "finetune.json": finetune_records(train, settings.seed),
@@ -142,38 +124,29 @@ def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, A
         "pictures": {"train": len(train), "heldout": len(heldout)},
         "skipped": dict(skipped),
         "records": {name: len(content) for name, content in records.items()},
-        "chance_percent": {kind: 100 / number for kind, number in NUM_CHOICES.items()},
     }
 
 
 def find_stamps(folder: Path) -> tuple[list[Stamp], Counter]:
     """Return the captioned pictures below `folder`, sorted by path, and how many were skipped for what reason."""
-    if not folder.is_dir():
-        raise PlaygroundError(f"{folder}: expected the folder of the stamps there. Check --package-dir.")
     stamps, skipped = [], Counter()
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".svg" and not path.with_suffix(".png").exists():
             skipped["vector drawing only (.svg)"] += 1
         if path.suffix != ".png":
             continue
-        caption = read_caption(path.with_suffix(".txt"))
-        if not caption:
+        text = path.with_suffix(".txt")
+        lines = text.read_text(encoding="utf-8").splitlines() if text.is_file() else []
+        if not lines or not (caption := lines[0].strip()):  # translations follow the English caption
             skipped["no caption"] += 1
             continue
         parts = path.relative_to(folder).with_suffix("").parts
         stamps.append(Stamp(path, "_".join(parts), caption, KINDS.get(parts[0], parts[0])))
     if not stamps:
-        raise PlaygroundError(f"{folder}: no .png with a .txt caption beside it; skipped: {dict(skipped)}.")
+        raise PlaygroundError(
+            f"{folder}: no .png with a .txt caption beside it; skipped: {dict(skipped)}. Check --package-dir."
+        )
     return stamps, skipped
-
-
-def read_caption(path: Path) -> str:
-    """Return the English caption, the first line; translations follow it. Empty where there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return ""
-    return lines[0].strip() if lines else ""
 
 
 def flattened(path: Path, max_side: int) -> Image.Image:
@@ -185,14 +158,3 @@ def flattened(path: Path, max_side: int) -> Image.Image:
     picture = white.convert("RGB")
     picture.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     return picture
-
-
-def split(stamps: list[Stamp], settings: Settings) -> tuple[list[Stamp], list[Stamp]]:
-    """Return training and held-out pictures, each in the order of `stamps`."""
-    if not 0 <= settings.num_heldout < len(stamps):
-        raise PlaygroundError(
-            f"--num-heldout {settings.num_heldout}: expected 0 to {len(stamps) - 1}, with {len(stamps)} pictures."
-        )
-    chosen = set(random.Random(f"{settings.seed}/split").sample(range(len(stamps)), settings.num_heldout))
-    train = [stamp for i, stamp in enumerate(stamps) if i not in chosen]
-    return train, [stamp for i, stamp in enumerate(stamps) if i in chosen]

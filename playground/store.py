@@ -4,12 +4,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from llava.utils.files import replace_folder, write_json
 from llava.utils.paths import ROOT
@@ -59,11 +58,11 @@ def build(
     """Return `output`, filled by `write(folder) -> facts` unless it is already complete for the same settings.
 
     `write` works in `<output>.partial`, which becomes `output` only after the manifest is in it; an interrupted
-    preparation leaves no `output` and is redone. Raises `PlaygroundError` for an `output` without a manifest, which may
-    be the user's own.
+    preparation leaves no `output` and is redone, and a second process waits. Raises `PlaygroundError` for an `output`
+    without a manifest, which may be the user's own.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(output):
+    with FileLock(output.with_name(f".{output.name}.lock")):
         if not force and is_complete(output, command, settings):
             print(f"{command}: {output} is complete for these settings, skipped (--force remakes it)")
             return output
@@ -85,21 +84,6 @@ def build(
         replace_folder(staging, output, output.with_name(output.name + ".old"))
         print(f"{command}: {output} prepared in {time.monotonic() - start:.0f} s")
     return output
-
-
-@contextmanager
-def _lock(output: Path) -> Iterator[None]:
-    """Let one process at a time prepare `output`; the others wait and then find it complete."""
-    lock = FileLock(output.with_name(f".{output.name}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        print(f"{output}: another process is preparing it, waiting", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def shown_python() -> str:

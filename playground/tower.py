@@ -3,15 +3,16 @@
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from playground.options import PICTURES, option
+from playground.options import PICTURES
 from playground.records import STATEMENTS
 from playground.store import PlaygroundError, build, read_manifest
 
 if TYPE_CHECKING:
-    from transformers import SiglipImageProcessorPil, SiglipModel
+    from transformers import SiglipModel
 
 FORMAT = 5  # raise it when the same settings give another tower
 INITIAL_SCALE = 10.0  # as SigLIP's
@@ -26,21 +27,29 @@ QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture
 
 @dataclass
 class Settings:
-    """What `python -m playground tower` trains."""
+    """What `python -m playground tower` trains; 0 stands for the value in `USUAL`, for probes in `OWN`.
 
-    data: str = option(PICTURES[0], "prepared picture set to train on", PICTURES)
-    image_size: int = option(0, "side of the tower's input in pixels; 0: 64, for probes 96")
-    patch_size: int = option(0, "side of a patch, which is one visual token; 0: 32, for probes 24")
-    layers: int = option(5, "encoder layers; the visual tokens are read before the last one")
-    width: int = option(192, "hidden size")
-    heads: int = option(4, "attention heads")
-    steps: int = option(
-        0, "training steps; the same number gives the same tower on one machine; 0: 240, for probes 600"
-    )
-    seconds: float = option(0.0, "train for this time instead; how good the tower gets then depends on the machine")
-    batch_size: int = option(32, "pictures per step, each compared with every statement about any of them")
-    learning_rate: float = option(5e-4, "highest learning rate of AdamW, after warm-up and before cosine decay")
-    seed: int = option(0, "seed of weights and batches")
+    Attributes:
+        data: prepared picture set to train on.
+        image_size: side of the tower's input in pixels.
+        patch_size: side of a patch, which is one visual token.
+        layers: encoder layers; the visual tokens are read before the last one.
+        steps: training steps; the same number gives the same tower on one machine.
+        batch_size: pictures per step, each compared with every statement about any of them.
+        learning_rate: the highest of AdamW, after warm-up and before cosine decay.
+        seed: seed of weights and batches.
+    """
+
+    data: str = PICTURES[0]
+    image_size: int = 0
+    patch_size: int = 0
+    layers: int = 5
+    width: int = 192
+    heads: int = 4
+    steps: int = 0
+    batch_size: int = 32
+    learning_rate: float = 5e-4
+    seed: int = 0
 
     def __post_init__(self):
         for name, value in (USUAL | OWN.get(self.data, {})).items():
@@ -57,100 +66,46 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     manifest = read_manifest(data)
     if manifest is None:
         raise PlaygroundError(f"{data}: no prepared pictures there. Run `python -m playground {settings.data}` first.")
-
-    def write(folder: Path) -> dict[str, Any]:
-        return train_tower(settings, data, folder)
-
-    described = {**asdict(settings), "format": FORMAT, "data_settings": manifest["settings"]}
-    return build(root / f"siglip-{settings.data}", "tower", described, write, force)
+    described = {**asdict(settings), "seconds": 0.0, "format": FORMAT, "data_settings": manifest["settings"]}
+    return build(root / f"siglip-{settings.data}", "tower", described, partial(train_tower, settings, data), force)
 
 
 def check(settings: Settings) -> None:
-    """Raise `PlaygroundError` for settings that do not fit together."""
-    if settings.image_size % settings.patch_size:
+    """Raise `PlaygroundError` for a patch size that does not fit the pictures."""
+    side, rest = divmod(settings.image_size, settings.patch_size)
+    if rest or (settings.data in QUARTERED and side % 2):
+        expected = "an even number of patches per side, as quarters are described" if not rest else "a divisor"
         raise PlaygroundError(
-            f"--image-size {settings.image_size}: expected a multiple of --patch-size {settings.patch_size}."
+            f"--patch-size {settings.patch_size}: expected {expected}, of {settings.image_size} pixels."
         )
-    side = settings.image_size // settings.patch_size
-    if settings.data in QUARTERED and side % 2:
-        raise PlaygroundError(
-            f"--patch-size {settings.patch_size}: {side} patches per side make no quarters, by which "
-            f"{settings.data} are described; give a size that makes this number even."
-        )
-    if settings.width % settings.heads:
-        raise PlaygroundError(f"--width {settings.width}: expected a multiple of --heads {settings.heads}.")
-    if settings.layers < 2:
-        raise PlaygroundError(f"--layers {settings.layers}: the layer before the last is read, so give at least 2.")
-    if settings.steps <= 0 and settings.seconds <= 0:
-        raise PlaygroundError(f"--steps {settings.steps}: expected a positive number, or --seconds.")
-    if settings.batch_size < 2:
-        raise PlaygroundError(f"--batch-size {settings.batch_size}: the loss compares pictures, so give at least 2.")
 
 
 def train_tower(settings: Settings, data: Path, folder: Path) -> dict[str, Any]:
     """Train on the captions of `data`, write vision tower and image processor to `folder`; return the facts."""
     import torch
+    from transformers import SiglipImageProcessorPil
 
     from llava.mm_utils import follow_umask
-    from playground.tower_training import all_texts, build_vocabulary, fit, load_pictures, retrieval_accuracy, words_of
+    from playground.tower_training import fit, load_pictures
 
     torch.manual_seed(settings.seed)
-    described = load_statements(data / STATEMENTS)
-    texts = all_texts(described["train"])
-    vocabulary = build_vocabulary(texts)
-    # one padding token more than the longest text: the text tower reads its summary at the last position
-    length = 1 + max(len(words_of(text)) for text in texts)
-    processor = image_processor(settings.image_size)
-    train, heldout = (
-        load_pictures(described[split], data / "images", vocabulary, processor, length)
-        for split in ("train", "heldout")
-    )
-    model = siglip_model(settings, len(vocabulary) + 2, length)
-    steps, loss = fit(
-        model,
-        train,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        steps=settings.steps,
-        seconds=settings.seconds,
-        seed=settings.seed,
-    )
-    accuracy, chance = retrieval_accuracy(model, heldout)
-    print(
-        f"tower: {steps} steps, loss {loss:.3f}; finds the caption of a held-out picture among "
-        f"{100 / chance:.0f} in {accuracy:.1f} % of the cases (chance {chance:.1f} %)"
-    )
+    described = json.loads((data / STATEMENTS).read_text(encoding="utf-8"))["train"]
+    side = settings.image_size
+    processor = SiglipImageProcessorPil(size={"height": side, "width": side})  # Pillow, as everywhere in this tree
+    train = load_pictures(described, data / "images", processor)
+    model = siglip_model(settings, 1 + int(train.input_ids.max()), train.input_ids.shape[1])
+    loss = fit(model, train, settings.steps, settings.batch_size, settings.learning_rate, settings.seed)
+    print(f"tower: {settings.steps} steps, loss {loss:.3f}")
     model.vision_model.save_pretrained(folder)
     follow_umask(folder)
     processor.save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.vision_model.parameters())
     return {
-        "steps": steps,
+        "steps": settings.steps,
         "final_loss": round(loss, 4),
-        "retrieval_percent": round(accuracy, 1),
-        "retrieval_chance_percent": round(chance, 1),
         "parameters": parameters,
-        "visual_tokens": (settings.image_size // settings.patch_size) ** 2,
-        "note": "weights need not be bit-equal across machines, nor across runs with --seconds",
+        "visual_tokens": (side // settings.patch_size) ** 2,
     }
-
-
-def load_statements(path: Path) -> dict[str, dict[str, dict[str, list]]]:
-    """Return split -> image -> what is true of it; raises `PlaygroundError` where a split has no pictures."""
-    if not path.exists():
-        raise PlaygroundError(f"{path} is missing: the pictures are of an older version, prepare them again.")
-    described = json.loads(path.read_text(encoding="utf-8"))
-    for split in ("train", "heldout"):
-        if not described[split]:
-            raise PlaygroundError(f"{path}: no {split} pictures; prepare the set with training and held-out pictures.")
-    return described
-
-
-def image_processor(image_size: int) -> "SiglipImageProcessorPil":
-    """Return SigLIP's image processor for square pictures of `image_size`, with Pillow as everywhere in this tree."""
-    from transformers import SiglipImageProcessorPil
-
-    return SiglipImageProcessorPil(size={"height": image_size, "width": image_size})
 
 
 def siglip_model(settings: Settings, vocab_size: int, length: int) -> "SiglipModel":

@@ -2,9 +2,8 @@
 
 import math
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,6 @@ class DescribedPictures:
 
     pixel_values: torch.Tensor  # float [N, 3, H, W]
     input_ids: torch.Tensor  # int64 [M, L]: the words of every different statement
-    statements: list[list[int]]  # per picture the rows of `input_ids` that are true of it, the caption first
     is_true: torch.Tensor  # bool [N, M]
     quarter_texts: torch.Tensor  # int64 [Q]: rows of `input_ids`
     true_of_quarter: torch.Tensor | None  # bool [N, 4, Q]; None where the set says nothing about quarters
@@ -50,31 +48,26 @@ def all_texts(described: dict[str, Description]) -> list[str]:
     return sorted(of_quarters.union(*(description["picture"] for description in described.values())))
 
 
-def build_vocabulary(texts: Sequence[str]) -> dict[str, int]:
-    """Return word -> id for all words of the texts, the frequent ones first; ids 0 and 1 are padding and unknown."""
-    counts = Counter(word for text in texts for word in words_of(text))
-    words = sorted(counts, key=lambda word: (-counts[word], word))
-    return {word: index for index, word in enumerate(words, start=UNKNOWN + 1)}
-
-
 def load_pictures(
-    described: dict[str, Description],
-    images: Path,
-    vocabulary: dict[str, int],
-    processor: "SiglipImageProcessorPil",
-    length: int,
+    described: dict[str, Description], images: Path, processor: "SiglipImageProcessorPil"
 ) -> DescribedPictures:
-    """Return the pictures as the processor gives them, with their statements cut or padded to `length` words."""
+    """Return the pictures as the processor gives them, with their statements as ids of words, the frequent ones first.
+
+    Ids 0 and 1 are padding and unknown. A row has one padding token more than the longest text: the text tower reads
+    its summary at the last position.
+    """
     pixels = []
     for image in progress(described, "tower: reading pictures", "pictures"):
         with Image.open(images / image) as picture:
             pixels.append(processor(picture, return_tensors="pt")["pixel_values"][0])
     texts = all_texts(described)
-    row_of = {text: row for row, text in enumerate(texts)}
-    input_ids = torch.full((len(texts), length), PAD)
-    for row, text in zip(input_ids, texts, strict=True):
-        ids = [vocabulary.get(word, UNKNOWN) for word in words_of(text)[: length - 1]]
-        row[: len(ids)] = torch.tensor(ids)
+    words, row_of = [words_of(text) for text in texts], {text: row for row, text in enumerate(texts)}
+    counts = Counter(word for text in words for word in text)
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))
+    vocabulary = {word: index for index, word in enumerate(frequent, start=UNKNOWN + 1)}
+    input_ids = torch.full((len(texts), 1 + max(map(len, words))), PAD)
+    for row, text in zip(input_ids, words, strict=True):
+        row[: len(text)] = torch.tensor([vocabulary[word] for word in text])
     own = [[row_of[text] for text in description["picture"]] for description in described.values()]
     quarters = [
         [row_of[text] for text in texts] for description in described.values() for texts in description["quarters"]
@@ -83,7 +76,6 @@ def load_pictures(
     return DescribedPictures(
         pixel_values=torch.stack(pixels),
         input_ids=input_ids,
-        statements=own,
         is_true=_is_member(own, len(texts)),
         quarter_texts=about_quarters,
         true_of_quarter=_is_member(quarters, len(texts))[:, about_quarters].unflatten(0, (-1, 4)) if quarters else None,
@@ -153,69 +145,22 @@ def quarters(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.view(batch, 2, half, 2, half, width).transpose(2, 3).reshape(batch, 4, half * half, width)
 
 
-def optimizer_for(model: "SiglipModel", learning_rate: float) -> torch.optim.AdamW:
-    """Return AdamW over the towers and, faster and undecayed, scale and bias; each group keeps its `top_lr`."""
-    scalars = [model.logit_scale, model.logit_bias]
-    towers = [*model.vision_model.parameters(), *model.text_model.parameters()]
-    groups = [
-        {"params": towers, "top_lr": learning_rate, "weight_decay": WEIGHT_DECAY},
-        {"params": scalars, "top_lr": SCALE_AND_BIAS_SPEED * learning_rate, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
-
-
-def train_step(
-    model: "SiglipModel",
-    optimizer: torch.optim.Optimizer,
-    train: DescribedPictures,
-    pictures: torch.Tensor,
-    progress: float,
-) -> float:
-    """Do one step on the pictures [B], at `progress` of the run; return the loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["top_lr"] * learning_rate_factor(progress)
-    loss = contrastive_loss(model, train, pictures)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    return loss.item()
-
-
 def fit(
-    model: "SiglipModel",
-    train: DescribedPictures,
-    *,
-    batch_size: int,
-    learning_rate: float,
-    steps: int,
-    seconds: float,
-    seed: int,
-) -> tuple[int, float]:
-    """Train `model` in place for `seconds`, or for `steps` where `seconds` is 0; return steps done and last loss."""
-    optimizer = optimizer_for(model, learning_rate)
+    model: "SiglipModel", train: DescribedPictures, steps: int, batch_size: int, learning_rate: float, seed: int
+) -> float:
+    """Train `model` in place by AdamW, scale and bias faster and undecayed; return the last loss."""
+    towers = [*model.vision_model.parameters(), *model.text_model.parameters()]
+    scalars = {"params": [model.logit_scale, model.logit_bias], "lr": SCALE_AND_BIAS_SPEED * learning_rate}
+    groups = [{"params": towers, "weight_decay": WEIGHT_DECAY}, scalars | {"weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step / steps))
     model.train()
-    total = seconds or steps
-    start, step, loss = time.monotonic(), 0, math.nan
-    bar = progress(total, "tower: training", "s" if seconds else "steps")
-    for pictures in batches(len(train.statements), batch_size, seed):
-        done = time.monotonic() - start if seconds else step
-        bar.update(min(done, total) - bar.n)
-        if done >= total:
-            break
-        loss = train_step(model, optimizer, train, pictures, done / total)
-        step += 1
-        bar.note(f"step {step}, loss {loss:.2f}")
-    bar.close()
-    return step, loss
-
-
-def retrieval_accuracy(model: "SiglipModel", heldout: DescribedPictures) -> tuple[float, float]:
-    """Return how many per cent of the pictures rank their own caption first among all captions, and chance."""
-    own = torch.tensor([rows[0] for rows in heldout.statements])  # [N]
-    captions = own.unique()
-    model.eval()
-    with torch.no_grad():
-        output = model(input_ids=heldout.input_ids[captions], pixel_values=heldout.pixel_values)
-    ranked_first = captions[output.logits_per_image.argmax(dim=1)]  # [N]
-    return 100 * (ranked_first == own).float().mean().item(), 100 / len(captions)
+    order = batches(len(train.pixel_values), batch_size, seed)
+    for _ in progress(range(steps), "tower: training", "steps"):
+        loss = contrastive_loss(model, train, next(order))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+    return loss.item()

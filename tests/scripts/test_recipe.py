@@ -129,6 +129,7 @@ def test_a_notebooks_stop_button_waits_until_the_run_has_saved_and_raises(stand_
     manager = KernelManager()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = os.environ | stand_in | {"BEHAVIOUR": "saves", "PYTHONPATH": path}
+    variables.pop("PYTEST_CURRENT_TEST")  # under pytest a kernel leaves the output of processes where it is
     manager.start_kernel(env=variables, cwd=str(ROOT))
     client = manager.blocking_client()
     try:

@@ -150,11 +150,10 @@ def test_the_demo_is_trained_as_scripts_compare_sh_trains_it(hub, tmp_path):
     task = task_of("table4", "--preset", "demo", "--output-dir", str(tmp_path / "out/reproduce"))
     (comparison,) = task.trained
     flags = [recipe["flags"] for recipe in task.recipes["demo"]]
-    assert [each["data_path"] for each in flags] == [f"playground/data/mixed/{stage}.json" for stage in task.stages]
-    assert {each["image_folder"] for each in flags} == {"playground/data"} and flags[0]["max_steps"] == "120"
+    assert [each["data_path"] for each in flags] == [f"playground/data/scenes/{stage}.json" for stage in task.stages]
     made = [step.title.removeprefix("inputs, ") for step in task.inputs(comparison)]
-    assert made == comparison.prepared() and {"mixed", "stamps", "heldout"} <= {*made}
-    assert "--tasks scenes,stamps" in shlex.join(comparison.evaluation(comparison.runs[0]).command)
+    assert made == comparison.prepared() and {"scenes", "tower", "heldout"} <= {*made}
+    assert "--tasks scenes" in shlex.join(comparison.evaluation(comparison.runs[0]).command)
 
 
 # --- what a download needs --------------------------------------------------------------------------------------------
