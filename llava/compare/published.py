@@ -4,6 +4,7 @@ The revision is that of the first call, in `revisions.json` next to the copies; 
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,18 +65,13 @@ def to_download(files: Sequence[Any]) -> int:
 
 def lacking_space(states: Files, folder: Path) -> list[str]:
     """The disks without room for the downloads; those without a place of their own are in `folder`."""
-    disks: dict[int, tuple[Path, int]] = {}  # by device: a folder of it, and what it needs
+    needed: Counter[int] = Counter()  # by free bytes, which tell the disks apart
     for published, files in states.items():
         place = (published.place or folder).absolute()
         present = next(path for path in (place, *place.parents) if path.exists())
-        shown, needed = disks.get(disk := present.stat().st_dev, (present, 0))
-        disks[disk] = shown, needed + to_download(files)
-    free = {present: disk_usage(present).free for present, _ in disks.values()}
-    return [
-        f"{present}: {needed / 1e9:.1f} GB are needed and {free[present] / 1e9:.1f} GB free; make room"
-        for present, needed in disks.values()
-        if needed > free[present]
-    ]
+        needed[disk_usage(present).free] += to_download(files)
+    text = "the downloads need {:.1f} GB of a disk that has {:.1f} GB free; make room"
+    return [text.format(size / 1e9, free / 1e9) for free, size in needed.items() if size > free]
 
 
 def download(states: Files, folder: Path) -> None:

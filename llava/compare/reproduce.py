@@ -10,8 +10,7 @@ Rerun the same command to resume.
 import argparse
 import os
 import shlex
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from llava.analysis.models import NamedModel, named_model
 from llava.compare import trained_inputs
 from llava.compare.engine import at_work, refuse_ignored
 from llava.compare.paper import ARMS
-from llava.compare.published import Files, Published, download, lacking_space, revisions, to_download
+from llava.compare.published import Published, download, lacking_space, revisions, to_download
 from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
 from llava.compare.run import Comparison
 from llava.compare.runs import Run
@@ -167,64 +166,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", help="train the arms by this preset (default: the paper's)")
 
 
-@dataclass
 class Reproduction:
     """One item with the caller's choices.
 
     Attributes:
-        args: the command line.
         copies: the files of the published models and data, as the hub lists them.
         trainings: those that the trainings take from the hub.
+        trained: the experiments that train the arms, where scripts/compare.sh has them.
+        stages: the stages in which the arms are trained.
+        recipes: by preset, what the script of each stage makes of the first arm's variables.
+        models: the published models by name: copies, or the caller's folders.
+        benchmarks: what the samples are drawn from, unless the caller names others.
     """
 
-    args: argparse.Namespace
-    item: Item
-    copies: Files = field(default_factory=dict)
-    trainings: Files = field(default_factory=dict)
-
-    @property
-    def hub(self) -> Path:
-        return self.args.output_dir / "hub"
-
-    @property
-    def results(self) -> Path:
-        return self.args.output_dir / self.args.item
-
-    @cached_property
-    def trained(self) -> list[Comparison]:
-        """The experiments that train the arms, where scripts/compare.sh has them."""
-        presets = (self.args.preset,) if self.args.preset else self.item.presets
-        arms, place = list(self.item.arms), self.args.output_dir.parent
-        trained = [Comparison(name, arms, [SEED], place / f"compare-{name}") for name in presets if arms]
-        for comparison in trained:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.item = args, ITEMS[args.item]
+        self.hub, self.results = args.output_dir / "hub", args.output_dir / args.item
+        self.copies: dict[Published, list] = {}
+        self.trainings: dict[Published, list] = {}
+        presets = (args.preset,) if args.preset else self.item.presets
+        arms, place = list(self.item.arms), args.output_dir.parent
+        self.trained = [Comparison(name, arms, [SEED], place / f"compare-{name}") for name in presets if arms]
+        self.stages = STAGES if self.item.stage == STAGES[-1] else STAGES[:1]
+        self.recipes: dict[str, list[dict[str, Any]]] = {}
+        for comparison in self.trained:
             comparison.set_defaults()
-        return trained
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages in which the arms are trained."""
-        return STAGES[: STAGES.index(self.item.stage) + 1] if self.item.stage in STAGES else STAGES[:1]
-
-    @cached_property
-    def recipes(self) -> dict[str, list[dict[str, Any]]]:
-        """By preset, what the script of each stage makes of the first arm's variables."""
-        return {each.preset: [each.recipe(each.runs[0], stage) for stage in self.stages] for each in self.trained}
-
-    @cached_property
-    def benchmarks(self) -> list[Published]:
-        """What the samples are drawn from, unless the caller names others."""
-        needed = BENCHMARKS if self.item.on_samples and not self.args.data else {}
-        return [self.copy(name, "dataset", patterns=patterns) for name, patterns in needed.items()]
+            first = comparison.runs[0]
+            self.recipes[comparison.preset] = [comparison.recipe(first, stage) for stage in self.stages]
+        replaced = {model.name: model for model in args.model}
+        self.models = {name: replaced.get(name) or self.copy(MODELS[name]) for name in self.item.models}
+        needed = BENCHMARKS if self.item.on_samples and not args.data else {}
+        self.benchmarks = [self.copy(name, "dataset", patterns=patterns) for name, patterns in needed.items()]
 
     def copy(self, repository: str, kind: str = "model", **more: Any) -> Published:
         """A copy below `hub`; the paper's numbers are looked up by the last part of its folder."""
         return Published(repository, self.hub / f"{kind}s" / repository.rpartition("/")[2], kind, **more)
-
-    @cached_property
-    def models(self) -> dict[str, Published | NamedModel]:
-        """The published models by name: copies, or the caller's folders."""
-        replaced = {model.name: model for model in self.args.model}
-        return {name: replaced.get(name) or self.copy(MODELS[name]) for name in self.item.models}
 
     def ask_hub(self) -> list[str]:
         """Sets `copies` and `trainings`; returns what the hub cannot give, and what there is no room for."""
@@ -297,6 +273,8 @@ class Reproduction:
 
     def page(self) -> str:
         """The item's page."""
+        import torch  # after the measurements, which are processes of their own
+
         item, pinned = self.item, revisions(self.hub)
         sources = [(source.repository, pinned[source.repository]) for source in self.copies]
         sources += [(model.name, model.path) for model in self.args.model]
@@ -309,15 +287,9 @@ class Reproduction:
         sources += [("samples", self.args.data)] if self.args.data and item.on_samples else []
         text = "".join(f"{note}\n\n" for note in notes)
         text += samples_note(self.results, self.args.samples) if item.on_samples else ""
-        text += f"{device()}; commit {git_commit()}."
+        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine()
+        text += f"{device}; commit {git_commit()}."
         return page_of(f"{self.args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, text)
-
-
-def device() -> str:
-    """The GPU, or else the processor."""
-    import torch  # after the measurements, which are processes of their own
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -338,7 +310,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--model {unknown[0]}: expected a published model of {args.item}: {known}")
     if args.preset and not item.arms:
         raise ValueError(f"--preset {args.preset}: {args.item} trains nothing")
-    task = Reproduction(args, item)
+    task = Reproduction(args)
     faults = task.ask_hub()
     if args.dry_run:
         show(task)

@@ -64,8 +64,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def task_of(*words: str) -> Reproduction:
-    args = parser().parse_args(["reproduce", *words])
-    return Reproduction(args, ITEMS[args.item])
+    return Reproduction(parser().parse_args(["reproduce", *words]))
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def test_too_small_a_disk_is_refused_by_name(tmp_path, monkeypatch):
     sizes = {"a/b": 12 * GB, "a/c": 9 * GB}
     states = {Published(name): [SimpleNamespace(file_size=size, will_download=True)] for name, size in sizes.items()}
     (fault,) = lacking_space(states, tmp_path / "out")
-    assert fault == f"{tmp_path}: 21.0 GB are needed and 20.0 GB free; make room"
+    assert fault == "the downloads need 21.0 GB of a disk that has 20.0 GB free; make room"
     states[Published("a/c")][0].will_download = False
     assert lacking_space(states, tmp_path / "out") == []
 
