@@ -24,7 +24,7 @@ from benchmarks.common import add_result_flags, alternate, preloaded_names, rati
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.launch.cpu import preloads
+from llava.launch.command import preloads
 from llava.model.attention import packed_attention
 from llava.train.masters import MasterWeights
 from llava.train.optim import PARTS, set_trainable

@@ -51,7 +51,7 @@ from benchmarks.common import (
 )
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
-from llava.launch.cpu import preloads
+from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_language_model
 from llava.model.multimodal_encoder.builder import load_image_processor

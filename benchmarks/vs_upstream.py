@@ -38,7 +38,7 @@ from benchmarks.common import (
     spread,
     write_result,
 )
-from llava.launch.cpu import preloads
+from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import Parser, whole
 from playground.scene_drawing import draw_scene, render

@@ -5,8 +5,6 @@ Everything below the marker of a page is replaced.
 
 import argparse
 import html
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,6 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 MARKER = "<!-- what follows is written by: python docs/references.py -->\n"
-SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "reproduce", "test", "lint", "upstream_baseline")
 
 
 def flags() -> str:
@@ -39,18 +36,16 @@ def flags() -> str:
 
 
 def variables() -> str:
-    """The variables of the training scripts in tables, and the --help of every other script."""
-    from llava.launch.settings import VARIABLES
+    """The variables of the training scripts in tables."""
+    from llava.launch.settings import FLAG_VARIABLES, VARIABLES, script_flags
 
-    lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
+    lines = []
     for group, meanings in VARIABLES.items():
-        lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
+        lines += ["", f"## {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
         lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
-    for name in SCRIPTS:
-        script = f"scripts/{name}.sh"
-        command, python = ["bash", ROOT / script, "--help"], {"LLAVA_PYTHON": sys.executable, "COLUMNS": "80"}
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | python).stdout
-        lines += ["", f"## {script}", "", f"```text\n{told.rstrip()}\n```"]
+    flag_of = script_flags("finetune")
+    lines += ["", "## Flags as variables", "", "| variable | [flag](flags.md) |", "|---|---|"]
+    lines += [f"| {name_cell(name)} | `--{flag_of[name]}` |" for name in FLAG_VARIABLES]
     return "\n".join(lines)
 
 

@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
-# Stage 2, full instruction tuning: trains the language model, the projector with
-# its norm, and the vision tower.
-#   PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/finetune.sh [--flag ...]
-#   LORA=1 PRESET=... NORM=... bash scripts/finetune.sh
-#       LLaVA's LoRA recipe; the tower stays frozen
-#   LORA=1 LORA_MODULES=decoder,tower ... bash scripts/finetune.sh
-#       adapters in the tower too
-# Every upper-case name below can be set in the environment; --help explains them.
-# DRY_RUN=1 shows what would run.
+# Stage 2, full instruction tuning: trains the language model, the projector with its norm, and the vision tower.
+# LORA=1: LLaVA's LoRA recipe, in which the tower stays frozen; LORA_MODULES=decoder,tower: adapters in the tower too.
+# Every upper-case name below can be set in the environment; --help lists them, DRY_RUN=1 shows what would run.
 set -euo pipefail
 STAGE=finetune
 # shellcheck source=scripts/lib.sh

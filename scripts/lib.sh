@@ -1,6 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# What every script needs: the repository root as working directory, the Python to use, and clear refusals. Sourced.
-# Relative paths therefore always start at the root, wherever a script is called from.
+# What every script needs: the repository root as working directory, where relative paths start, and the Python to use.
 
 CALLED_FROM=$PWD
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -19,15 +18,7 @@ fi
 
 is_on() { [[ ! "${1:-0}" =~ ^(0|no|false|False)$ ]]; }
 
-require_number() { # NAME smallest
-  if ! [[ "${!1}" =~ ^(0|[1-9][0-9]{0,8})$ ]] || [ "${!1}" -lt "$2" ]; then
-    die "$1=${!1} is not a whole number of at least $2"
-  fi
-}
-
-require_one_of() { # NAME "allowed values"
-  [[ " $2 " == *" ${!1} "* ]] || die "$1=${!1} is not one of: $2"
-}
+require_one_of() { [[ " $2 " == *" ${!1} "* ]] || die "$1=${!1} is not one of: $2"; } # NAME "allowed values"
 
 # A Python for what needs no package: the machine's, or else that of the environment.
 plain_python() {
@@ -45,30 +36,28 @@ if [ -n "${LLAVA_PYTHON:-}" ]; then
 fi
 
 # C++ ops that DeepSpeed builds on first use go into .venv: in the home folder two environments would overwrite each
-# other's. llava/launch/builds.py has what happens when a build is killed.
+# other's. llava/launch/supervise.py has what happens when a build is killed.
 [ -n "${LLAVA_PYTHON:-}" ] || export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
 
-# Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies. A misspelt
-# variable is refused before anything is installed.
+# Makes or updates .venv, or takes the caller's own environment. A misspelt variable is refused before that.
 ensure_environment() {
   local python
   python=$(plain_python) || exit
-  "$python" -m llava.launch.variable_check "$(basename "$0" .sh)" || exit
+  "$python" -m llava.launch.settings || exit
   bash scripts/setup.sh
   if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
 
-# Runs a command of llava.compare in an environment with all it may need. A flag that the calling script's head does not
-# list is refused before that environment is made.
-run_experiment() { # command and its words
-  local word
-  for word in "${@:2}"; do
-    [[ "$word" != -* ]] || grep -q -- "^#   ${word%%=*} " "scripts/$(basename "$0")" ||
-      die "$word is not an option; see --help"
-  done
-  export EXTRAS="${EXTRAS:-train,playground,eval,analysis}"
-  ensure_environment
-  exec "$PYTHON_BIN" -m llava.compare "$@"
+# Replaces this process by a Python module, in an environment with EXTRAS. Its help needs none.
+run_module() { # module and its words
+  local python=$PYTHON_BIN
+  if [[ " ${*:2} " == *" --help "* || " ${*:2} " == *" -h "* ]]; then
+    "$python" -c '' 2>/dev/null || python=$(plain_python) || exit
+  else
+    export EXTRAS
+    ensure_environment
+  fi
+  exec "$python" -m "$@"
 }
 
 # ---- training: a preset's values, then the flags of every run ----------------------------------------------------------

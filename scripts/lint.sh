@@ -1,14 +1,7 @@
 #!/usr/bin/env bash
-# Checks the sources without running them. scripts/test.sh and the hooks of
-# .pre-commit-config.yaml call this script.
-#   bash scripts/lint.sh                 all of them
-#   bash scripts/lint.sh ruff shell      only some of: ruff format types shell
-#                                        files
-#   FIX=1                                ruff and format fix what they can; files
-#                                        always does
+# Checks the sources without running them: all of ruff format types shell files, or those that are named. FIX=1: ruff and
+# format fix what they can; files always does. scripts/test.sh and the hooks of .pre-commit-config.yaml call this script.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 readonly CHECKS="ruff format types shell files"

@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# Stage 1, feature alignment: trains the projector and its norm; the language
-# model and the vision tower stay frozen.
-#   PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/pretrain.sh [--flag ...]
-# Every upper-case name below can be set in the environment; --help explains them.
-# DRY_RUN=1 shows what would run.
+# Stage 1, feature alignment: trains the projector and its norm; the language model and the vision tower stay frozen.
+# Every upper-case name below can be set in the environment; --help lists them, DRY_RUN=1 shows what would run.
 set -euo pipefail
 STAGE=pretrain
 # shellcheck source=scripts/lib.sh

@@ -1,22 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root and installs the package with its pinned
-# dependencies. Every other script calls it.
-#   PYTHON=python3.12      interpreter to make .venv with (default: python3)
-#   EXTRAS=train,dev       extras of pyproject.toml to install (default:
-#                          train,playground,dev, and liger where PyTorch is a
-#                          build for NVIDIA GPUs); they add up over calls
-#   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is
-#                          installed, the scripts run with it
-# A call that finds nothing changed ends at once; calls at the same time wait for
-# each other.
+# Makes .venv at the repository root and installs the package with its pinned dependencies. Every other script calls it.
+# It reads PYTHON (default: python3), EXTRAS of pyproject.toml (default: train,playground,dev, and liger where PyTorch is
+# a build for NVIDIA GPUs; they add up over calls), and LLAVA_PYTHON, an interpreter of your own environment: nothing is
+# installed then. A call that finds nothing changed ends at once; calls at the same time wait for each other.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 
-if [ $# -gt 0 ]; then
-  echo "setup: takes no arguments, found: $*; it reads the variables that --help names" >&2
-  exit 2
-fi
+[ $# -eq 0 ] || { echo "setup: takes no arguments, found: $*; its head names the variables that it reads" >&2 && exit 2; }
 [ -z "${LLAVA_PYTHON:-}" ] || { printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON" && exit 0; }
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -37,10 +26,8 @@ require_known_extras() {
   for extra in ${wanted//,/ }; do
     [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
   done
-  for extra in web:docs/chat.md trackio:docs/hub.md; do
-    [[ " ${wanted//,/ } " != *" ${extra%%:*} "* ]] ||
-      fail "EXTRAS names '${extra%%:*}', which cannot use Pillow 13; older versions resize pictures to other pixels than everything here was tested with; ${extra#*:} says how to install it"
-  done
+  [[ ! " ${wanted//,/ } " =~ " "(web|trackio)" " ]] ||
+    fail "EXTRAS names '${BASH_REMATCH[1]}', which cannot use Pillow 13; older versions resize pictures to other pixels than everything here was tested with; docs/$([ "${BASH_REMATCH[1]}" = web ] && echo chat || echo hub).md says how to install it"
 }
 
 # The venv's Python version, read from its own record: starting an interpreter would take most of a second call's time.

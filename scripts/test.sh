@@ -1,14 +1,8 @@
 #!/usr/bin/env bash
-# The checks of scripts/lint.sh, then the tests. FAST=1 leaves out slow tests;
-# arguments go to pytest: bash scripts/test.sh -k norm
-#   WORKERS=2    processes that share the test files (default: 2); 0 runs all in
-#                one, which --pdb needs
-#   ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2   as on a CPU without AVX-512
-#   COVERAGE=1   also measures which branches of llava/ run, in all processes;
-#                takes twice as long
+# The checks of scripts/lint.sh, then the tests; arguments go to pytest: bash scripts/test.sh -k norm
+# FAST=1 leaves out slow tests. WORKERS=2 processes share the test files (0: all in one, which --pdb needs). COVERAGE=1
+# measures which branches run. ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2: as on a CPU without AVX-512.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs,trl}" # eval for the stock harnesses, docs for the site
@@ -24,7 +18,6 @@ selection=()
 is_on "${FAST:-}" && selection=(-m "not slow")
 # Many tests wait for a process that they start, so two workers share the files, each on one thread.
 : "${WORKERS:=2}"
-require_number WORKERS 0
 workers=()
 if [ "$WORKERS" != 0 ]; then
   workers=(-n "$WORKERS" --dist loadfile --no-loadscope-reorder)

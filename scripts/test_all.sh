@@ -1,28 +1,10 @@
 #!/usr/bin/env bash
-# Runs every part of the tests, each in the environment that it needs, and prints
-# one table. Exits with 1 if a part failed.
-#   bash scripts/test_all.sh                    all of them
-#   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos
-#                                               browser trackers serving peers
-#                                               mixins
-# suite is scripts/test.sh. numeric repeats what compares numbers on the
-# instructions of older CPUs. chaos breaks real runs. browser and trackers get an
-# environment with an older Pillow, .venv-pillow12, because Gradio and trackio
-# need one. serving asks a quickstart's checkpoints through vLLM; peers trains a
-# few steps with each tool of benchmarks/vs_peers.py, and by each recipe of
-# examples/ with the wheel. mixins runs transformers' own tests of a model class
-# on the exported class, and compares with LLaVA's class of transformers.
-#   OUTPUT_DIR=outputs/test_all                 folder of each part's log
-#   TRANSFORMERS_TESTS=DIR                      mixins: a checkout of transformers
-#                                               as installed (default: PyPI's
-#                                               source distribution, which lacks
-#                                               GenerationTesterMixin)
-#   PYTHON=python3                              interpreter for new environments;
-#                                               LLAVA_PYTHON works as in all
-#                                               scripts
+# Runs every part of the tests, or those that are named, each in the environment that it needs, and prints one table.
+# Exits with 1 if a part failed. suite is scripts/test.sh; numeric repeats what compares numbers on the instructions of
+# older CPUs; chaos breaks real runs; browser and trackers get an older Pillow; serving asks a quickstart's checkpoints
+# through vLLM; peers trains with each tool of benchmarks/vs_peers.py; mixins runs transformers' own tests (from the
+# checkout TRANSFORMERS_TESTS, default: PyPI's source distribution). OUTPUT_DIR (default: outputs/test_all) gets the logs.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 readonly PARTS="suite numeric chaos browser trackers serving peers mixins"

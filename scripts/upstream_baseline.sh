@@ -1,23 +1,13 @@
 #!/usr/bin/env bash
-# Trains LLaVA 1.2.2.post1 and this tree on the same model and data, both stages,
-# and prints their losses side by side. Tiny models and data of tests/golden, on
-# the CPU, in minutes:
-#   bash scripts/upstream_baseline.sh
-# Real ones, on one GPU:
-#   MODEL_PATH=lmsys/vicuna-7b-v1.5 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
-#     VISION_TOWER=openai/clip-vit-large-patch14-336 \
-#     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh
-# Only upstream's environment:
-#   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh
-# It also reads ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16
-# GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and UPSTREAM_VENV and PYTHON for
-# upstream's environment. patches/README.md says what the numbers mean.
+# Trains LLaVA 1.2.2.post1 and this tree on the same model and data, both stages, and prints their losses side by side:
+# tiny ones of tests/golden in minutes on the CPU, or those of MODEL_PATH, VISION_TOWER, PRETRAIN_DATA, PRETRAIN_IMAGES,
+# FINETUNE_DATA and FINETUNE_IMAGES on one GPU. PREPARE_ONLY=1 makes only upstream's environment. It also reads ARMS
+# MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and UPSTREAM_VENV and
+# PYTHON for upstream's environment. patches/README.md says what the numbers mean.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[ $# -eq 0 ] || die "$(basename "$0") takes no arguments, found: $*; it reads the variables that --help names"
+[ $# -eq 0 ] || die "$(basename "$0") takes no arguments, found: $*; its head names the variables that it reads"
 
 readonly INPUTS=tests/golden/train/inputs REQUIREMENTS=patches/baseline/requirements.txt LLAVA=llava-torch==1.2.2.post1
 if [ -z "${MODEL_PATH:-}" ]; then
@@ -31,8 +21,6 @@ fi
 : "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference between two losses gives status 1
 : "${OUTPUT_DIR:=outputs/upstream_baseline}"
 : "${UPSTREAM_VENV:=.venv-upstream}" "${PYTHON:=python3}"
-require_number MAX_STEPS 1
-require_number PER_DEVICE_BATCH 1
 export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}"
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}" # with several GPUs the Trainer would split batches among them

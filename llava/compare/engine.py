@@ -23,10 +23,10 @@ from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_flags
 from llava.compare.steps import Measurement, StageStep, Step, run_lanes
-from llava.launch.cpu import preloads
+from llava.launch.command import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
-from llava.launch.variable_check import OF_ONE_STAGE
+from llava.launch.settings import OF_ONE_STAGE
 from llava.utils.locks import take
 from llava.utils.machine import available_cores
 

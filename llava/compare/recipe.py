@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
-from llava.launch.settings import NAMES
-from llava.launch.variable_check import OF_ONE_STAGE
+from llava.launch.settings import NAMES, OF_ONE_STAGE
 from llava.utils.paths import ROOT, WORK
 from llava.utils.processes import start, wait
 

@@ -16,18 +16,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from llava.launch.command import node_rank
-from llava.launch.cpu import idle_cores, preloads, wait_policy
+from llava.launch.command import node_rank, preloads
 from llava.launch.devices import shared_memory_note
-from llava.launch.flags import check_by_trainer, parse_flags
-from llava.launch.inputs import check_master
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
-from llava.launch.settings import Refusal, help_text, is_on
+from llava.launch.settings import Refusal, help_text, is_on, parse_flags, refuse_misspelt
 from llava.launch.supervise import INTERRUPTED, supervise
-from llava.launch.variable_check import check_variables
-from llava.utils.machine import available_cores, own_cores
+from llava.utils.machine import available_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
-from llava.utils.provenance import RUN_FILE
 
 LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
 
@@ -38,15 +33,11 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
         flags = parse_flags([word for word in words[1:] if word not in ("-h", "--help")])
         print(help_text(environment, flags.values()))
         return 0
-    warnings = check_variables(environment.get("STAGE") or "pretrain", environment)
+    refuse_misspelt(environment)
     plan = resolve(environment, program(words[0]), words[1:], available_cores())
     as_data, is_dry = environment.get("DRY_RUN") == "json", is_on(environment.get("DRY_RUN", ""))
     print(as_json(plan) if as_data else show(plan), flush=True)
-    for line in warnings:  # after the table, which is long
-        print(f"\n{line}\n", file=sys.stderr, flush=True)
     if is_dry and not as_data:
-        if not check_by_trainer(plan.flags, plan.python, environment):
-            print(f"note: the flags were not checked, since {plan.python} has no trainer yet", file=sys.stderr)
         print("dry run: nothing was installed or started")
     if plan.problems:
         raise Refusal(f"{len(plan.problems)} input(s) are MISSING or WRONG, see the list above")
@@ -59,13 +50,11 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     Raises:
         Refusal: the output folder cannot be written.
     """
-    first_node = node_rank(environment) in ("", "0")
-    if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
-        check_master(environment["MASTER_ADDR"], node_rank(environment) == "0")
     workers = plan.flags.value("dataloader_num_workers")
     if note := shared_memory_note(plan.devices.ranks, int(workers) if workers.isdecimal() else 0):
         print(note, file=sys.stderr, flush=True)
     subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
+    first_node = node_rank(environment) in ("", "0")
     entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry
     records = first_node and entry == plan.entry
     try:
@@ -75,11 +64,13 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
             record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
-    variables = {**environment, **plan.launch.environment, **for_the_cpu(plan, environment)}
+    variables = {**environment, **plan.launch.environment}
+    if not plan.devices.on_gpu:
+        variables |= (preloaded := preloads(environment, plan.python))
+        if library := preloaded.get("LD_PRELOAD"):
+            print(f"note: {library} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True)
     alone = plan.launch.launcher == "python"
-    code = supervise(
-        plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone, by_ssh=plan.launch.by_ssh
-    )
+    code = supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
     # A folder in use keeps its command unless the trainer took this one: it may refuse it, or find the run finished.
     if records and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)
@@ -93,7 +84,7 @@ def program(path: str) -> str:
 
 def run_file_stamp(output_dir: Path) -> int | None:
     """When the trainer last wrote run.json into `output_dir`, in nanoseconds; None where it never has."""
-    file = output_dir / RUN_FILE
+    file = output_dir / "run.json"
     return file.stat().st_mtime_ns if file.exists() else None
 
 
@@ -103,44 +94,15 @@ def record_command(plan: Plan) -> None:
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 
-def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a run on the CPU: what it loads first, and how it shares the cores; prints a line about each."""
-    if plan.devices.on_gpu:
-        return {}
-    variables = preloads(environment, plan.python)
-    if library := variables.get("LD_PRELOAD"):
-        print(f"note: {library} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True)
-    return variables | considerate(plan, environment)
-
-
-def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a CPU run beside other work; prints a line about them."""
-    threads = int(plan.launch.environment["OMP_NUM_THREADS"]) * plan.devices.ranks
-    cores = own_cores()
-    idle = idle_cores(cores)
-    added = wait_policy(environment, threads, idle)
-    if added:
-        variables = " ".join(f"{name}={value}" for name, value in added.items())
-        used = f"{len(cores) - idle:.1f} of {len(cores)} cores"
-        print(f"note: other programs use {used}, so waiting threads may sleep: {variables}", flush=True)
-    return added
-
-
 def exit_status() -> int:
     """Runs `main` on the command line and returns the exit status; a refusal is printed in one line."""
     try:
-        status = answered()
+        status = main(sys.argv[1:], os.environ)
         sys.stdout.flush()  # here, or Python does it at its end, where nothing can be caught
         return status
     except BrokenPipeError:  # as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-
-
-def answered() -> int:
-    """The exit status of `main`, or that of a refusal, a failed set-up or Ctrl-C."""
-    try:
-        return main(sys.argv[1:], os.environ)
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2

@@ -1,9 +1,11 @@
 """What starts the trainer: the launcher, its options, and the variables that are set for it."""
 
 import os
-import socket
+import sys
 from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass
+from pathlib import Path
 
 from llava.launch.devices import Devices
 from llava.launch.settings import Refusal, one_of, whole_number
@@ -11,20 +13,25 @@ from llava.utils.paths import CODE, ROOT
 
 LAUNCHERS = ("auto", "python", "deepspeed", "torchrun")
 MEETING_PORT = 29500  # torchrun's own default
+MIMALLOC = "mimalloc"
+# glibc returns large blocks to the system, which must clear every page again when the next step takes it. The library's
+# name, and the variables that make it keep its memory; the first library that is installed is taken. mimalloc comes as
+# a wheel (pyproject.toml); the system must clear its huge pages, which takes longer than they save.
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "tcmalloc_minimal": {},
+    "tcmalloc": {},
+    MIMALLOC: {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
+    "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The command up to the trainer's entry: `words` after `environment`.
-
-    `by_ssh`: DeepSpeed starts the ranks by ssh, so that the hosts' shells read the rest of the command, and it passes
-    on only a few variables.
-    """
+    """The command up to the trainer's entry: `words` after `environment`."""
 
     launcher: str
     environment: dict[str, str]
     words: tuple[str, ...]
-    by_ssh: bool = False
 
     def command(self) -> list[str]:
         """The words of a command that also sets the variables."""
@@ -54,15 +61,12 @@ def resolve_launch(
             f"{devices.total} CPU ranks need DeepSpeed; set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}, "
             "or CPU_RANKS=1"
         )
-    added, by_ssh = added_environment(environment, devices, launcher, restarts, cores), False
-    if launcher == "python":
-        words = python_words(devices, deepspeed, python)
-    elif launcher == "deepspeed":
-        words = deepspeed_words(environment, devices, python)
-        by_ssh = devices.nodes > 1
-    else:
-        words = torchrun_words(environment, devices, restarts, run_name, python)
-    return Launch(launcher, added, tuple(words), by_ssh)
+    words = {
+        "python": lambda: python_words(devices, deepspeed),
+        "deepspeed": lambda: deepspeed_words(environment, devices),
+        "torchrun": lambda: torchrun_words(environment, devices, restarts, run_name),
+    }[launcher]()
+    return Launch(launcher, added_environment(environment, devices, launcher, restarts, cores), (python, *words))
 
 
 def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed: str, restarts: int) -> str:
@@ -79,14 +83,12 @@ def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed:
         )
     if chosen != "auto":
         return chosen
-    if restarts:
+    if restarts or (devices.nodes > 1 and not hostfile):
         return "torchrun"
+    if devices.total == 1 and not (deepspeed or hostfile):
+        return "python"
     if hostfile:
         return "deepspeed"
-    if devices.nodes > 1:
-        return "torchrun"
-    if devices.total == 1 and not deepspeed:
-        return "python"
     # deepspeed --num_gpus would ignore CUDA_VISIBLE_DEVICES and take the first GPUs.
     return "torchrun" if devices.on_gpu and environment.get("CUDA_VISIBLE_DEVICES") else "deepspeed"
 
@@ -109,18 +111,18 @@ def added_environment(
     return added
 
 
-def python_words(devices: Devices, deepspeed: str, python: str) -> list[str]:
+def python_words(devices: Devices, deepspeed: str) -> list[str]:
     """One plain process."""
     if devices.total != 1:
         raise Refusal(f"LAUNCHER=python runs one process, not {devices.settings}")
     if deepspeed:
         raise Refusal("LAUNCHER=python cannot start DeepSpeed; set DEEPSPEED_CONFIG= or LAUNCHER=deepspeed")
-    return [python]
+    return []
 
 
-def deepspeed_words(environment: Mapping[str, str], devices: Devices, python: str) -> list[str]:
+def deepspeed_words(environment: Mapping[str, str], devices: Devices) -> list[str]:
     """DeepSpeed's launcher, over the hosts of HOSTFILE or on this node."""
-    words = [python, "-m", "deepspeed.launcher.runner"]  # what the deepspeed program runs
+    words = ["-m", "deepspeed.launcher.runner"]  # what the deepspeed program runs
     port, visible = environment.get("MASTER_PORT", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
     if hostfile := environment.get("HOSTFILE"):
         words += ["--hostfile", hostfile, "--num_nodes", str(devices.nodes)]
@@ -135,14 +137,12 @@ def deepspeed_words(environment: Mapping[str, str], devices: Devices, python: st
     if devices.on_gpu and visible:
         raise Refusal(f"deepspeed --num_gpus ignores CUDA_VISIBLE_DEVICES={visible}; unset it or use LAUNCHER=torchrun")
     words += ["--num_gpus" if devices.on_gpu else "--num_accelerators", str(devices.ranks)]
-    return [*words, "--master_port", port or str(free_port())]
+    return [*words, "--master_port", port or str(MEETING_PORT + os.getpid() % 500)]  # jobs on a machine differ
 
 
-def torchrun_words(
-    environment: Mapping[str, str], devices: Devices, restarts: int, run_name: str, python: str
-) -> list[str]:
+def torchrun_words(environment: Mapping[str, str], devices: Devices, restarts: int, run_name: str) -> list[str]:
     """PyTorch's launcher on this node, which meets the other nodes at MASTER_ADDR."""
-    words = [python, "-m", "torch.distributed.run"]  # what the torchrun program runs
+    words = ["-m", "torch.distributed.run"]  # what the torchrun program runs
     again = ["--max_restarts", str(restarts)] if restarts else []
     if devices.nodes == 1:
         return [*words, "--standalone", "--nproc_per_node", str(devices.ranks), *again]
@@ -168,16 +168,27 @@ def node_rank(environment: Mapping[str, str]) -> str:
     return str(whole_number("NODE_RANK", number, 0)) if number else ""
 
 
-def free_port() -> int:
-    """The first free port, counted from one that differs between jobs that start at the same time on a machine."""
-    port = MEETING_PORT + os.getpid() % 500
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-        port += 1
-
-
 def deepspeed_configs() -> str:
     """The names of the DeepSpeed configurations that ship, separated by spaces."""
     return " ".join(sorted(f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")))
+
+
+def preloads(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
+    """The variables that put an installed allocator in glibc's place; empty without one, or where the user chose.
+
+    Args:
+        python: the interpreter that will run, whose environment may have the allocator's wheel.
+    """
+    if "LD_PRELOAD" in environment:
+        return {}
+    for name, variables in ALLOCATORS.items():
+        library = wheels_mimalloc(python) if name == MIMALLOC else find_library(name)
+        if library and not {" ", ":"} & set(library):  # either ends a path for the loader
+            return {"LD_PRELOAD": library} | {k: v for k, v in variables.items() if k not in environment}
+    return {}
+
+
+def wheels_mimalloc(python: str) -> str | None:
+    """The path of mimalloc's library in an interpreter's environment; None without the wheel."""
+    found = Path(python).parent.parent.glob("lib/python3*/*-packages/cmeel.prefix/lib/libmimalloc.so.3")
+    return next(map(str, found), None)

@@ -1,4 +1,4 @@
-"""How many nodes and devices a run has (GPUs, CPU ranks, hostfile), and what this machine can do."""
+"""How many nodes and devices a run has, what this machine can do, and the batch that the devices share."""
 
 import re
 import shutil
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava.launch.settings import Refusal, whole_number
+from llava.utils.machine import processor
 
 SHARED_MEMORY_OF_RANK = 64  # MiB; Docker's default for a whole container, however many ranks it has
+_ENOUGH_TO_BE_EVEN = 8  # samples of a step per device, as measured by python -m benchmarks.scaling
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,9 @@ class Devices:
         return self.nodes * self.ranks
 
     @property
-    def variable(self) -> str:
-        """The variable that says how many ranks a node has."""
-        return "NUM_GPUS" if self.on_gpu else "CPU_RANKS"
-
-    @property
     def settings(self) -> str:
         """The two numbers with their variables."""
-        return f"NNODES={self.nodes} x {self.variable}={self.ranks}"
+        return f"NNODES={self.nodes} x {'NUM_GPUS' if self.on_gpu else 'CPU_RANKS'}={self.ranks}"
 
     def __str__(self) -> str:
         unit = "GPU" if self.on_gpu else "CPU rank"
@@ -72,9 +69,9 @@ def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]
     Raises:
         Refusal: there is no such file or line, or hosts have different slots.
     """
+    if nodes and gpus:
+        return nodes, gpus  # a missing file is listed with the inputs
     if not Path(name).is_file():
-        if nodes and gpus:
-            return nodes, gpus  # enough for a dry run, which lists the file as missing
         raise Refusal(f"HOSTFILE={name} does not exist; give a file with lines 'host slots=8'")
     slots = re.findall(r"^[^#\n]*\sslots=(\d+)", Path(name).read_text(), re.MULTILINE)
     if not slots:
@@ -95,50 +92,83 @@ def count_gpus(environment: Mapping[str, str]) -> int:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def gpu_memory(environment: Mapping[str, str]) -> int | None:
-    """Memory in GiB of the smallest GPU that `nvidia-smi` lists, or None where it lists none."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, env=dict(environment))
-    except OSError:
-        return None
-    mebibytes = re.findall(r"^\s*(\d+)\s*$", done.stdout, re.MULTILINE)
-    return round(min(map(int, mebibytes)) / 1024) if mebibytes else None
-
-
 def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that the container may still allocate, its page cache counted as free; None where nothing limits it."""
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "file"),  # version 2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),  # version 1
-    ):
-        try:
-            left = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())  # no number: no limit
-            stat = dict(line.split() for line in (cgroup / limit).with_name("memory.stat").read_text().splitlines())
-            return left + int(stat[cache])
-        except (OSError, ValueError, KeyError):
-            continue
-    return None
+    try:
+        left = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return left + int(stat["file"])
+    except (OSError, ValueError, KeyError):  # `max` is no number: no limit
+        return None
 
 
 def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> str:
     """A note where a node's shared memory is too small for the batches of its ranks' loader processes; else empty."""
-    try:
-        mebibytes = shutil.disk_usage(folder).total // 2**20
-    except OSError:  # a system without it
+    if not workers or not Path(folder).is_dir():
         return ""
-    if not workers or mebibytes > SHARED_MEMORY_OF_RANK * ranks:
-        return ""
-    return (
-        f"note: {folder} has {mebibytes} MiB, through which {ranks} x {workers} loader processes hand over batches; "
-        "when it is full they die (Bus error). Start the container with --shm-size=16g or --ipc=host, or set "
-        "NUM_WORKERS=0"
+    mebibytes = shutil.disk_usage(folder).total // 2**20
+    remedy = "start the container with --shm-size=16g or --ipc=host, or set NUM_WORKERS=0"
+    note = (
+        f"note: {folder} has {mebibytes} MiB for the batches of {ranks} x {workers} loader processes, which die when it"
     )
+    return f"{note} is full (Bus error): {remedy}" if mebibytes <= SHARED_MEMORY_OF_RANK * ranks else ""
 
 
 def has_bf16_instructions() -> bool:
     """Whether the CPU computes in bf16 itself; one that does not is several times slower in it than in fp32."""
-    try:
-        return bool(re.search("avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text()))
-    except OSError:
-        return False
+    return processor().endswith("bf16")
+
+
+# --- the batch: accumulation = GLOBAL_BATCH / (per-device batch x devices) ---
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a device's micro-batch, micro-batches of a step, and the number of devices."""
+
+    per_device: int
+    accumulation: int
+    devices: int
+
+    @property
+    def total(self) -> int:
+        return self.per_device * self.accumulation * self.devices
+
+    @property
+    def length_group_window(self) -> int:
+        """What `--length_group_window auto` means: 1, LLaVA's random batches, if a device has many samples; else 16."""
+        return 1 if self.per_device * self.accumulation >= _ENOUGH_TO_BE_EVEN else 16
+
+    def __str__(self) -> str:
+        return f"{self.total} = {self.devices} x {self.per_device} x {self.accumulation}"
+
+
+def resolve_batch(devices: Devices, global_batch: str, per_device: str, accumulation: str = "") -> Batch:
+    """The batch; where `accumulation` is given it decides, and the global batch follows.
+
+    Args:
+        devices: the devices that share the global batch.
+        global_batch: samples of an optimizer step over all devices.
+        per_device: samples of a device's micro-batch, or `auto` for a device's whole share at once.
+        accumulation: micro-batches of a step; empty computes it.
+
+    Raises:
+        Refusal: one of them is not a number, or the global batch does not divide; the message lists what would.
+    """
+    total = whole_number("GLOBAL_BATCH", global_batch, 1)
+    if accumulation:
+        steps = whole_number("--gradient_accumulation_steps", accumulation, 1)
+        size = str(max(1, total // (devices.total * steps))) if per_device == "auto" else per_device
+        return Batch(whole_number("PER_DEVICE_BATCH", size, 1), steps, devices.total)
+    if per_device == "auto":
+        per_device = str(total // devices.total if total % devices.total == 0 else 1)
+    size = whole_number("PER_DEVICE_BATCH", per_device, 1)
+    steps, rest = divmod(total, size * devices.total)
+    if rest:
+        sizes = [n for n in range(1, total + 1) if total % (n * devices.total) == 0]
+        raise Refusal(
+            f"GLOBAL_BATCH={total} is not a multiple of {size * devices.total} = {devices.settings} x "
+            f"PER_DEVICE_BATCH={size}; change one of them (PER_DEVICE_BATCH: "
+            f"{' '.join(map(str, sizes)) or f'none, {total} is not a multiple of {devices.total}'})"
+        )
+    return Batch(size, steps, devices.total)

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from llava.launch.batch import Batch, resolve_batch
 from llava.launch.command import Launch, resolve_launch
-from llava.launch.devices import Devices, gpu_memory, has_bf16_instructions, resolve_devices
-from llava.launch.flags import Flags, parse_flags
+from llava.launch.devices import (
+    Batch,
+    Devices,
+    has_bf16_instructions,
+    resolve_batch,
+    resolve_devices,
+)
 from llava.launch.inputs import HUB, MISSING, Input, check_inputs
-from llava.launch.passed_on import other_nodes, word_for_hosts
-from llava.launch.settings import Refusal, is_on, one_of
+from llava.launch.settings import Flags, Refusal, is_on, one_of, parse_flags
 from llava.utils.paths import shipped
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
@@ -34,8 +37,6 @@ class Plan:
     launch: Launch
     flags: Flags
     inputs: tuple[Input, ...]
-    other_nodes: tuple[str, ...] = ()  # how they get their variables, and which
-    gpu_memory: int | None = None  # GiB of the smallest GPU here, where it decides anything
 
     @property
     def output_dir(self) -> Path:
@@ -48,14 +49,7 @@ class Plan:
 
     def command(self, entry: str = "") -> list[str]:
         """The whole command as words."""
-        return [*self.launch.command(), entry or self.entry, *self.given_flags.words()]
-
-    @property
-    def given_flags(self) -> Flags:
-        """The flags as the launcher must be given them for the trainer to see `flags`."""
-        if not self.launch.by_ssh:
-            return self.flags
-        return Flags(tuple(tuple(map(word_for_hosts, words)) for words in self.flags.given))
+        return [*self.launch.command(), entry or self.entry, *self.flags.words()]
 
 
 def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
@@ -88,23 +82,17 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
     inputs = [*missing_deepspeed(environment, flags, launch), *check_inputs(environment, flags, devices, launch)]
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
-    others = other_nodes({**environment, **launch.environment}, launch.by_ssh) if devices.nodes > 1 else []
-    memory = gpu_memory(environment) if devices.on_gpu and flags.value("deepspeed") == "auto" else None
-    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others), memory)
+    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs))
 
 
 def missing_deepspeed(environment: Mapping[str, str], flags: Flags, launch: Launch) -> Iterator[Input]:
     """The package DeepSpeed, where the run needs it and the caller's own environment, a wheel's too, lacks it."""
     python = environment.get("LLAVA_PYTHON", "")  # without it scripts/setup.sh installs the package
-    if python and (flags.value("deepspeed") or launch.launcher == "deepspeed") and lacks(python, "deepspeed"):
+    lacks = "from importlib.util import find_spec; print(find_spec('deepspeed') is None)"
+    needs = flags.value("deepspeed") or launch.launcher == "deepspeed"
+    if python and needs and output_of(python, lacks) == "True":
         advice = f"{python} -m pip install deepspeed; or, on one device, set DEEPSPEED_CONFIG="
         yield Input(MISSING, "DEEPSPEED", "the package is not installed", advice)
-
-
-def lacks(python: str, package: str) -> bool:
-    """Whether an interpreter runs and does not find a package."""
-    code = f"from importlib.util import find_spec; print(find_spec({package!r}) is None)"
-    return output_of(python, code) == "True"
 
 
 def tracker(python: str) -> str:
@@ -121,6 +109,10 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
     if steps.isdecimal() and int(steps) > 0:
         length = "1 step" if steps == "1" else f"{steps} steps"
     init = value("mm_projector_norm_init")
+    auto = "auto: chosen by the GPUs' memory when the run starts (docs/scale.md has estimates)"
+    tokens, zero = (
+        auto if value(flag) == "auto" else value(flag) for flag in ("max_tokens_per_micro_batch", "deepspeed")
+    )
     rows = [
         ("stage", plan.stage),
         ("preset", plan.preset),
@@ -132,7 +124,7 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("per-device batch", str(plan.batch.per_device)),
         ("accumulation", str(plan.batch.accumulation)),
         ("global batch", str(plan.batch)),
-        ("micro-batch tokens", by_memory(plan, "max_tokens_per_micro_batch")),
+        ("micro-batch tokens", tokens),
         ("learning rate", value("learning_rate")),
         ("  projector", value("mm_projector_lr")),
         ("  vision tower", value("mm_vision_tower_lr")),
@@ -146,21 +138,12 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("benchmarks", value("eval_tasks")),
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
-        ("deepspeed", by_memory(plan, "deepspeed") or "none"),
+        ("deepspeed", zero or "none"),
         ("layers' kernels", kernels(plan)),
         ("reports to", value("report_to")),
         ("output", value("output_dir")),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def by_memory(plan: Plan, flag: str) -> str:
-    """The flag's value; `auto` with what the trainer will choose it by."""
-    value = plan.flags.value(flag)
-    if value != "auto":
-        return value
-    card = f"GPUs of {plan.gpu_memory} GiB" if plan.gpu_memory else "the memory found"
-    return f"auto: chosen for {card} when the run starts (docs/scale.md has estimates)"
 
 
 def kernels(plan: Plan) -> str:
@@ -170,14 +153,10 @@ def kernels(plan: Plan) -> str:
         return "Liger's" if is_on(choice) else "PyTorch's"
     if not plan.devices.on_gpu:
         return "PyTorch's (LIGER=auto: no GPU)"
-    if version := installed_version(plan.python, "liger-kernel"):
+    code = "from importlib.metadata import version; print(version('liger-kernel'))"
+    if version := output_of(plan.python, code):
         return f"Liger's {version} where it knows the model, else PyTorch's (LIGER=auto)"
     return f"PyTorch's (LIGER=auto: {plan.python} has no liger-kernel; EXTRAS=liger bash scripts/setup.sh adds it)"
-
-
-def installed_version(python: str, package: str) -> str:
-    """The version that an interpreter's environment has, or an empty text."""
-    return output_of(python, f"from importlib.metadata import version; print(version({package!r}))")
 
 
 def output_of(python: str, code: str) -> str:
@@ -190,7 +169,7 @@ def output_of(python: str, code: str) -> str:
 
 def command_text(plan: Plan, entry: str, indent: str = "") -> str:
     """The whole command as a shell reads it, one flag per line."""
-    lines = [[*plan.launch.command(), entry], *plan.given_flags.given]
+    lines = [[*plan.launch.command(), entry], *plan.flags.given.values()]
     return indent + f" \\\n{indent}  ".join(map(shlex.join, lines))
 
 
@@ -203,25 +182,19 @@ def show(plan: Plan) -> str:
         lines.append(f"  {each.state:<8} {each.what:<14} {each.value}")
         if each.hint and (each.is_problem or each.state == HUB):
             lines.append(f"  {'':<8} {'':<14} -> {each.hint}")
-    if any(each.is_relative for each in plan.inputs):
+    if any(each.state == MISSING for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
-    if plan.other_nodes:
-        lines += ["other nodes", *(f"  {line}" for line in plan.other_nodes)]
     return "\n".join(lines)
 
 
 def as_json(plan: Plan) -> str:
     """The plan as JSON, for programs."""
+    sizes = (plan.batch.per_device, plan.batch.accumulation, plan.batch.total)
     content = {
         "stage": plan.stage,
         "preset": plan.preset,
-        "devices": {"nodes": plan.devices.nodes, "ranks": plan.devices.ranks, "on_gpu": plan.devices.on_gpu}
-        | ({"memory_gib": plan.gpu_memory} if plan.gpu_memory else {}),
-        "batch": {
-            "per_device": plan.batch.per_device,
-            "accumulation": plan.batch.accumulation,
-            "global": plan.batch.total,
-        },
+        "devices": vars(plan.devices),
+        "batch": dict(zip(("per_device", "accumulation", "global"), sizes, strict=True)),
         "launcher": plan.launch.launcher,
         "kernels": kernels(plan),
         "environment": plan.launch.environment,

@@ -1,64 +1,28 @@
-"""The variables that the training scripts read from the environment: meanings, checks of their values, and the help."""
+"""What the user gives: the variables of the scripts, with their meanings and help, and the trainer's flags."""
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from llava.utils.names import nearest_name
 from llava.utils.paths import IS_CHECKOUT, ROOT
 
-# Meaning of every variable, in groups. Defaults are the scripts', or stand here where the launcher finds them.
+# Meaning of every variable that is not simply a flag of the trainer's. Defaults are the scripts', or stand here where
+# the launcher finds them.
 VARIABLES: dict[str, dict[str, str]] = {
     "what is trained": {
         "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
         "DEMO_DATA": "with PRESET=demo: scenes, stamps or probes, prepared by python -m playground (default: scenes)",
-        "PLUGINS": "Python files with your own parts, joined by commas or spaces (default: none)",
-        "PROJECTOR": "type of the projector, as --mm_projector_type has it (default: mlp2x_gelu)",
-        "NORM": "the arm: norm layer after the projector",
-        "NORM_INIT": "initial L2 norm of visual tokens: text_norm, default or a number (default: the trainer's)",
-        "NORM_LEARNABLE": "False keeps that norm's gain as it starts (default: True)",
-        "MODEL_PATH": "language model: folder or hub name",
-        "VISION_TOWER": "vision encoder: folder or hub name",
-        "PROMPT_VERSION": "conversation template",
-        "PRETRAIN_ADAPTER": "stage 2: mm_projector.bin of stage 1; empty where MODEL_PATH brings its projector",
-        "TUNABLE_PARTS": "stage 2: what is trained, joined by commas",
         "LORA": "1: stage 2 by LoRA, LLaVA's recipe; the vision tower stays frozen (default: off)",
-        "LORA_MODULES": "what gets adapters, with LORA=1: decoder, tower, or both with a comma (default: decoder)",
-        "LORA_R": "rank of the adapters, with LORA=1",
-        "LORA_ALPHA": "LoRA's alpha, the adapters' scale times their rank, with LORA=1",
-    },
-    "data": {
-        "DATA_PATH": "records: files, folders, patterns, hf:OWNER/NAME[SPLIT], joined by commas; or a mixture, .yaml",
-        "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
-        "IMAGE_ASPECT_RATIO": "square, pad, anyres or anyres_max_N (default: square)",
-        "IMAGE_GRID_PINPOINTS": "with anyres: grids in crops, '(1x1),...,(3x3)', or pixels, '[[384,768],[768,384]]'",
-        "MM_PATCH_MERGE_TYPE": "order of the crops' tokens: flat, spatial, spatial_unpad (default: flat)",
-        "EVAL_DATA_PATH": "held-out records, whose loss is measured during training (default: none)",
-        "EVAL_IMAGE_FOLDER": "folder or zip file of their pictures (default: IMAGE_FOLDER)",
-        "EVAL_TASKS": "benchmarks evaluated during training, NAME or NAME:N, such as mmstar:500,pope (default: none)",
-        "EVAL_TASKS_DIR": "folder of their data sets, <org>/<name> (default: the hub and its cache)",
-        "EVAL_STEPS": "steps between two evaluations, with EVAL_DATA_PATH or EVAL_TASKS (default: 500)",
-        "EVAL_GENERATE": "held-out questions asked at every evaluation (default: 0)",
-        "EVAL_ON_START": "True: before the first step too",
-        "LABEL_MASKING": "which tokens are supervised: assistant or upstream",
-        "MODEL_MAX_LENGTH": "maximum sample length in tokens, visual tokens included; longer samples are cut",
-        "GROUP_BY_MODALITY_LENGTH": "stage 2: batches of one modality and similar length",
-        "LENGTH_GROUP_WINDOW": "stage 2: batches whose samples are paired by length; auto: 1, on many devices 16",
-        "NUM_WORKERS": "processes that prepare samples, per rank",
-    },
-    "optimisation": {
         "GLOBAL_BATCH": "samples of an optimizer step over all devices; accumulation follows",
         "PER_DEVICE_BATCH": "samples of a device's micro-batch, or auto: its whole share at once",
-        "MAX_TOKENS_PER_MICRO_BATCH": "maximum tokens per micro-batch; a step takes the fewest (empty: by samples); "
-        "auto: what fits, with DEEPSPEED_CONFIG=auto",
-        "EPOCHS": "passes over the data, where MAX_STEPS is -1",
-        "MAX_STEPS": "optimizer steps; -1: by EPOCHS",
-        "LEARNING_RATE": "learning rate of parts without their own",
-        "PROJECTOR_LR": "stage 2: learning rate of projector and norm; empty: LEARNING_RATE",
-        "VISION_TOWER_LR": "stage 2: learning rate of the vision tower; empty: LEARNING_RATE",
-        "WARMUP_RATIO": "fraction of the steps over which learning rates rise (default: 0.03)",
-        "OPTIM": "optimizer, as the Hugging Face Trainer names it (default: the trainer's)",
-        "SEED": "seed of the data order and of the initial projector",
+        "LENGTH_GROUP_WINDOW": "stage 2: batches whose samples are paired by length; auto: 1, on many devices 16",
+        "RUN_NAME": "name in the logs (default: that of OUTPUT_DIR)",
+        "REPORT_TO": "tensorboard, wandb, none, ...; auto: tensorboard, unless your own environment lacks it",
     },
     "devices and precision": {
         "NUM_GPUS": "GPUs per node; 0: train on the CPU (default: all visible)",
@@ -67,7 +31,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "HOSTFILE": "lines 'host slots=8', for several nodes by deepspeed",
         "NODE_RANK": "number of this node, from 0, for several nodes by torchrun (default: SLURM's)",
         "MASTER_ADDR": "address of the first node, the same on every node",
-        "MASTER_PORT": "port where the ranks meet (default: a free one, 29500 over several nodes)",
+        "MASTER_PORT": "port where the ranks meet (default: one that differs between jobs, 29500 over several nodes)",
         "RDZV_ID": "name of the job where nodes find each other again, with MAX_RESTARTS (default: RUN_NAME)",
         "LAUNCHER": "auto, python, deepspeed or torchrun (default: auto)",
         "MAX_RESTARTS": "how many times torchrun restarts all ranks after a failure (default: 0)",
@@ -75,18 +39,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "without DeepSpeed",
         "BF16": "compute in bf16 (default: True on GPUs and on CPUs with instructions for it)",
         "TF32": "fp32 products in TF32 (default: True on GPUs)",
-        "ATTN_IMPLEMENTATION": "attention of the language model (default: the fastest installed)",
-        "LIGER": "the language model on Liger's fused kernels: auto (where they run), True or False",
-        "ACTIVATION_CHECKPOINTING": "recompute activations: auto, True, False or a number of layers",
         "GRADIENT_CHECKPOINTING": "LLaVA's name for ACTIVATION_CHECKPOINTING (default: not set)",
-    },
-    "output": {
-        "OUTPUT_DIR": "where everything goes; an interrupted run resumes from its newest checkpoint there",
-        "RUN_NAME": "name in the logs (default: that of OUTPUT_DIR)",
-        "REPORT_TO": "tensorboard, wandb, none, ...; auto: tensorboard, unless your own environment lacks it",
-        "SAVE_STRATEGY": "when checkpoints are written: steps, epoch or no",
-        "SAVE_STEPS": "steps between two checkpoints",
-        "SAVE_TOTAL_LIMIT": "how many checkpoints are kept",
     },
     "the script itself": {
         "DRY_RUN": "1: show configuration, command and inputs; json: the same as JSON (default: off)",
@@ -96,7 +49,32 @@ VARIABLES: dict[str, dict[str, str]] = {
         "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev, and liger with CUDA's PyTorch)",
     },
 }
-NAMES = frozenset(name for group in VARIABLES.values() for name in group)
+_FLAG_VARIABLES = """
+    PLUGINS PROJECTOR NORM NORM_INIT NORM_LEARNABLE MODEL_PATH VISION_TOWER PROMPT_VERSION PRETRAIN_ADAPTER
+    TUNABLE_PARTS LORA_MODULES LORA_R LORA_ALPHA DATA_PATH IMAGE_FOLDER IMAGE_ASPECT_RATIO IMAGE_GRID_PINPOINTS
+    MM_PATCH_MERGE_TYPE EVAL_DATA_PATH EVAL_IMAGE_FOLDER EVAL_TASKS EVAL_TASKS_DIR EVAL_STEPS EVAL_GENERATE
+    EVAL_ON_START LABEL_MASKING MODEL_MAX_LENGTH GROUP_BY_MODALITY_LENGTH NUM_WORKERS MAX_TOKENS_PER_MICRO_BATCH EPOCHS
+    MAX_STEPS LEARNING_RATE PROJECTOR_LR VISION_TOWER_LR WARMUP_RATIO OPTIM SEED ATTN_IMPLEMENTATION LIGER
+    ACTIVATION_CHECKPOINTING OUTPUT_DIR SAVE_STRATEGY SAVE_STEPS SAVE_TOTAL_LIMIT
+"""
+FLAG_VARIABLES = tuple(_FLAG_VARIABLES.split())
+"""Variables that the scripts hand on as a flag of the trainer's, which has their meaning."""
+NAMES = frozenset(name for group in VARIABLES.values() for name in group).union(FLAG_VARIABLES)
+STAGES = {
+    "pretrain": "Stage 1, feature alignment: trains the projector and its norm; the rest stays frozen.",
+    "finetune": "Stage 2, full instruction tuning: trains language model, projector with its norm, and vision tower. "
+    "LORA=1: by LoRA.",
+}
+# What the other scripts read. A name near one of these or of `NAMES` is misspelt, whatever script it is set for.
+_OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_ROOT SAMPLES TASKS TOLERANCE WORKERS"
+_FOREIGN = "CACHE_DIR FORM NUM_CPUS PYTHON3 RESET VERSION"  # near ours, and other programs'
+OF_ONE_STAGE = {
+    "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
+    "CHECK": "only a single stage can be checked: bash scripts/pretrain.sh",
+}
+"""Variables that several runs refuse: a stage that trains nothing would count as finished."""
+REPEATED = {"plugin"}
+"""Flags of which every value counts."""
 
 
 class Refusal(Exception):
@@ -132,9 +110,21 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
+def refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """Refuses a variable that no script reads and whose name is nearly one that a script reads.
+
+    Raises:
+        Refusal: there is one.
+    """
+    known = NAMES.union(_OTHERS.split())
+    for name in sorted(environment.keys() - known):
+        if name.upper() not in _FOREIGN.split() and (meant := nearest_name(name, known - {"PYTHON"})):
+            raise Refusal(f"{name} is set, but no script reads it; did you mean {meant}? Give that, or unset {name}")
+
+
 NOTES = (
-    "Flags after the script's name are the trainer's and win over all; `python -m llava.train.train --help` lists\n"
-    "them. Variables win over the preset, the preset over the recipe. Relative paths start at {root}."
+    "Flags after the script's name are the trainer's and win over all; `python -m llava.train.train --help` has their\n"
+    "meanings. Variables win over the preset, the preset over the recipe. Relative paths start at {root}."
 )
 
 
@@ -142,28 +132,22 @@ def help_text(environment: Mapping[str, str], flags: Mapping[str, str]) -> str:
     """The help of the stage that STAGE names, with the values of its `flags`; without STAGE, of all stages."""
     stage = environment.get("STAGE", "")
     called = f"bash scripts/{stage or '{pretrain,finetune}'}.sh" if IS_CHECKOUT else f"llava-recipe {stage}"
-    usage = f"usage: [NAME=value ...] {called} [--flag value ...]"
-    if stage:
-        usage += "\n\n" + header(stage)
-    here = script_flags(stage)
-    lines = [usage, "", NOTES.format(root=Path.cwd()), ""]
+    lines = [f"usage: [NAME=value ...] {called} [--flag value ...]", "", STAGES.get(stage, "")]
+    lines += [NOTES.format(root=Path.cwd()), ""]
+    names = script_flags(stage or "finetune")
     for group, variables in VARIABLES.items():
         lines.append(f"{group}:")
         for name, meaning in variables.items():
-            if stage and meaning.startswith("stage 2:") and stage != "finetune":
+            if stage == "pretrain" and meaning.startswith("stage 2:"):
                 continue
-            value = flags.get(here.get(name, ""), "") or environment.get(name, "")
-            if "(default" not in meaning and stage:
-                meaning += f" [{value or 'empty'}]"
-            lines.append(f"  {name:<26} {meaning}")
+            value = flags.get(names.get(name, ""), "") or environment.get(name, "")
+            shown = "" if "(default" in meaning or not stage else f" [{value or 'empty'}]"
+            lines.append(f"  {name:<26} {meaning}{shown}")
         lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def header(stage: str) -> str:
-    """The comment at the top of the stage's script."""
-    comments = re.match(r"#!.*\n((?:#.*\n)+)", (ROOT / f"scripts/{stage}.sh").read_text())
-    return re.sub("^# ?", "", comments[1], flags=re.MULTILINE).rstrip() if comments else ""
+    lines.append("flags of the trainer as variables:")
+    values = {name: f" [{flags.get(flag) or 'empty'}]" if stage else "" for name, flag in names.items()}
+    lines += [f"  {name:<26} --{names[name]}{values[name]}" for name in FLAG_VARIABLES if name in names]
+    return "\n".join(lines)
 
 
 @cache
@@ -172,3 +156,73 @@ def script_flags(stage: str) -> dict[str, str]:
     texts = ((ROOT / f"scripts/{name}.sh").read_text() for name in ((stage, "lib") if stage else ()))
     pairs = (pair for text in texts for pair in re.findall(r'--(\w+) "\$\{?(\w+)', text))
     return {name: flag for flag, name in pairs if name in NAMES}
+
+
+# --- the trainer's flags: each name once, the last one given wins ---
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags by name, in their order, each as the words that give it: `("--seed", "42")` or `("--seed=42",)`."""
+
+    given: dict[str, tuple[str, ...]]
+
+    def value(self, name: str) -> str:
+        """The flag's value; `True` without one, as the trainer's parser takes a switch; empty for one not given."""
+        flag, *rest = self.given.get(name, ("",))
+        return flag and (flag.partition("=")[2] or " ".join(rest) or "True")
+
+    def values(self) -> dict[str, str]:
+        """The value of each flag by name."""
+        return {name: self.value(name) for name in self.given}
+
+    def before(self, **values: str) -> "Flags":
+        """These flags with `values` in front, each of which counts only where no flag of its name is given."""
+        new = {name: (f"--{name}", value) for name, value in values.items() if name not in self.given}
+        return Flags(new | self.given)
+
+    def with_value(self, name: str, value: str) -> "Flags":
+        """The same flags with another value for one of them, in its place."""
+        return Flags(self.given | {name: (f"--{name}", value)}) if name in self.given else self.before(**{name: value})
+
+    def words(self) -> list[str]:
+        """The flags as the words of a command line."""
+        return [word for words in self.given.values() for word in words]
+
+
+def parse_flags(words: Sequence[str]) -> Flags:
+    """The flags in `words`; an empty value leaves the flag out, whatever was given before it.
+
+    Raises:
+        Refusal: a word belongs to no flag.
+    """
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        flag, _, value = word.partition("=")
+        if word.startswith("--") and flag != "--":
+            name = flag.removeprefix("--").replace("-", "_")
+            if name in REPEATED:
+                given.setdefault(name, [f"--{name}"]).append(value)
+            else:
+                given.pop(name, None)  # so that it stands where it was given last
+                given[name] = [word]
+        elif name:
+            given[name].append(word)
+        else:
+            raise Refusal(f"{word}: expected a flag of the trainer, as in --seed 1")
+    for name in REPEATED & given.keys():
+        given[name] = list(filter(None, given[name]))
+    empty = {
+        name for name, (flag, *rest) in given.items() if rest == [""] or (not rest and flag.find("=") == len(flag) - 1)
+    }
+    empty |= {name for name in REPEATED & given.keys() if len(given[name]) == 1}
+    return Flags({name: tuple(words) for name, words in given.items() if name not in empty})
+
+
+if __name__ == "__main__":
+    try:
+        refuse_misspelt(os.environ)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)

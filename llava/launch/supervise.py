@@ -4,6 +4,7 @@ The launcher gets a process group of its own, so that a signal reaches it only t
 ranks on SIGTERM and SIGINT and die of SIGUSR1, while the ranks themselves save first.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,8 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llava.launch.builds import release_left
-from llava.launch.passed_on import write_env_file
 from llava.utils.failures import (
     ENDED,
     FOLDER,
@@ -29,10 +28,27 @@ from llava.utils.failures import (
     is_of_lost_peer,
     sorted_reports,
 )
-from llava.utils.processes import is_running, kill, send, send_group
+from llava.utils.processes import is_running, kill, send, send_group, wait
 
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE_DIR = "LLAVA_REQUEUE_DIR"  # set by scripts/slurm/job.sh, which looks there for `saved` or `unsaved`
+LONGEST_BUILD = 300.0  # seconds; building an op of DeepSpeed's takes one or two minutes
+
+
+def supervise(
+    command: Sequence[str], environment: Mapping[str, str], output_dir: Path, *, first_node: bool, alone: bool
+) -> int:
+    """Runs the launcher's command to its end; returns the code to exit with.
+
+    Args:
+        first_node: whether this is the first node, which removes reports of earlier starts.
+        alone: the launcher is itself the only rank.
+    """
+    if first_node:
+        shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
+    release_left()
+    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:  # which nobody else can read
+        return Supervisor(output_dir, Path(folder), alone).run(command, environment)
 
 
 class Supervisor:
@@ -64,24 +80,20 @@ class Supervisor:
             (self.run_dir / HOST).write_text(socket.gethostname())
             # The launcher inherits this process's open files: a comparison's lock lives as long as the training.
             self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
-            code = self._wait(self.launcher)
+            code = wait(self.launcher, self._note_gone)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.ended:
             return INTERRUPTED
-        if (self.run_dir / REQUEST).exists():
-            return _ask_again((self.run_dir / REQUEST).read_text(), environment.get(REQUEUE_DIR))
+        if (request := self.run_dir / REQUEST).exists():
+            if not (folder := environment.get(REQUEUE_DIR)):
+                return REQUEUE_EXIT_CODE
+            Path(folder, request.read_text()).touch()  # the job's script asks for another start
+            return 0
         if code:
             self._show_first_error(code)
         return code if code >= 0 else 128 - code
-
-    def _wait(self, launcher: subprocess.Popen) -> int:
-        while True:
-            try:
-                return launcher.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                self._note_gone()
 
     def _note_gone(self) -> None:
         for file in sorted(self.run_dir.glob("*.pid")):
@@ -93,14 +105,17 @@ class Supervisor:
         """Lets the ranks save and stop; a second Ctrl-C ends everything at once."""
         if self.launcher is None:
             raise KeyboardInterrupt
+        ranks = [_process_id(file) for file in self.run_dir.glob("*.pid")]
         if number == signal.SIGINT and self.interrupted:
-            self._end(self.launcher.pid)
+            self.ended = True
+            kill(self.launcher.pid, ranks)
+            _say("ended at once: what came after the last checkpoint is lost")
             return
         self.interrupted = self.interrupted or number == signal.SIGINT
         name = signal.Signals(number).name
         (self.run_dir / RECEIVED).write_text(name)
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-        if [file for file in self.run_dir.glob("*.pid") if send(_process_id(file), signal.SIGUSR1)]:
+        if [rank for rank in ranks if send(rank, signal.SIGUSR1)]:
             _say(f"{name} received: the ranks save after the current step and stop{again}")
         elif (self.run_dir / ENDED).exists():
             _say(f"{name}: the run has already ended, only its launcher is still closing{again}")
@@ -109,77 +124,45 @@ class Supervisor:
             _say(f"{name}: stopped before training, nothing is saved; rerun the same command to start{again}")
             send_group(self.launcher.pid, signal.SIGTERM)
 
-    def _end(self, launcher: int) -> None:
-        """Kills the launcher, the ranks of this node and whatever they started."""
-        self.ended = True
-        kill(launcher, [_process_id(file) for file in self.run_dir.glob("*.pid")])
-        _say("ended at once: what came after the last checkpoint is lost")
-
     def _show_first_error(self, code: int) -> None:
         reports = sorted_reports(self.output_dir)
         if not reports or is_of_lost_peer(reports[0]):
             self._note_gone()
             reported = {report.stem.rsplit("-", 1)[1] for report in reports}
             silent = [file for file in self.gone if f"rank{file.stem}" not in reported]
-            if silent and (cause := _cause(code if self.alone else None)):
+            if silent and (not self.alone or code < 0):  # only its launcher knows how a rank of several ended
+                killed = not self.alone or code == -signal.SIGKILL
+                cause = (
+                    "killed, by hand or because memory ran out" if killed else f"ended by {signal.Signals(-code).name}"
+                )
                 where = f"rank {silent[0].stem} on {socket.gethostname()}, process {_process_id(silent[0])}"
-                _say(f"{where}, ended without a message: {cause}")
+                _say(f"{where}, ended without a message: it was {cause}")
                 return
         if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
             text = reports[0].read_text().rstrip()
             _say(f"the first of {len(reports)} errors in {self.output_dir / FOLDER}:\n{text}")
 
 
-def supervise(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    output_dir: Path,
-    *,
-    first_node: bool,
-    alone: bool,
-    by_ssh: bool = False,
-) -> int:
-    """Runs the launcher's command to its end; returns the code to exit with.
+def release_left() -> None:
+    """Removes the locks that killed builds of C++ ops have left, and names those that may be somebody's.
 
-    Args:
-        command: the launcher's command, up to the trainer's last flag.
-        environment: the launcher's variables.
-        output_dir: the run's output folder.
-        first_node: whether this is the first node, which removes reports of earlier starts.
-        alone: the launcher is itself the only rank.
-        by_ssh: the ranks, also those of this node, are started by ssh and get their variables from a file.
+    PyTorch (2.13, `torch.utils.file_baton`) makes a file `lock` in an op's folder and removes it after the build. A
+    build that was killed leaves it, and every later run would wait for it without end or message.
     """
-    if first_node:
-        shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:  # which nobody else can read
-        if by_ssh:
-            environment = {**environment, **write_env_file(environment, Path(folder), **{RUN_DIR: folder})}
-        release_left()
-        began = time.time()
-        try:
-            return Supervisor(output_dir, Path(folder), alone).run(command, environment)
-        finally:
-            release_left(began)
-
-
-def _ask_again(word: str, folder: str | None) -> int:
-    """The exit code that asks for another start; 0 where the job's script finds the word in `folder` instead."""
-    if not folder:
-        return REQUEUE_EXIT_CODE
-    Path(folder, word).touch()
-    return 0
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    for lock in sorted(folder.glob("**/lock")):
+        with contextlib.suppress(FileNotFoundError):  # the build has just ended
+            if time.time() - lock.stat().st_mtime > LONGEST_BUILD:
+                lock.unlink()
+                print(f"note: removed {lock}, which a build that was killed had left", flush=True)
+            else:
+                remedy = "if no other run is building it, remove the file, or this run will wait for it"
+                print(f"note: {lock} says that an op is being built; {remedy}", flush=True)
 
 
 def _own_group() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _cause(code: int | None) -> str | None:
-    """Why a rank left no message; `code` is its own exit code, or None where only its launcher knows that."""
-    if code is None or code == -signal.SIGKILL:
-        return "it was killed, by hand or because memory ran out"
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else None
 
 
 def _process_id(file: Path) -> int:

@@ -4,16 +4,14 @@
 require_one_of DEMO_DATA "scenes stamps probes"
 : "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-$DEMO_DATA}"
 : "${DATA_PATH:=playground/data/$DEMO_DATA/$STAGE.json}" "${IMAGE_FOLDER=playground/data/$DEMO_DATA/images}"
-# SmolLM2's own markers, with a system prompt of four words: SmolLM2's has 17, more than a caption. Without a system prompt,
-# aligned visual tokens stand at the very beginning and become attention sinks, and colours are hardly learnt
-# (docs/analysis.md).
+# SmolLM2's own markers, with a system prompt of four words: SmolLM2's has 17, more than a caption. Without one, aligned
+# visual tokens stand at the very beginning and become attention sinks (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml_direct}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
 : "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # A run of two minutes saves only at its end, or when a signal ends it.
 : "${SAVE_STRATEGY:=no}"
-# With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise to three times the
-# first one.
+# With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise.
 : "${WARMUP_RATIO:=0.12}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;

@@ -3,5 +3,4 @@
 # card of 24 GB would need offload.
 : "${MODEL_PATH:=Qwen/Qwen3-0.6B}" "${VISION_TOWER:=google/siglip2-base-patch16-384}"
 [ "$STAGE" = pretrain ] || : "${PROMPT_VERSION:=qwen_3}" "${LABEL_MASKING:=assistant}" # the template is not LLaVA's
-# By what the cards have, when the run starts; estimates are in docs/scale.md.
-: "${DEEPSPEED_CONFIG=auto}" "${MAX_TOKENS_PER_MICRO_BATCH=auto}"
+: "${DEEPSPEED_CONFIG=auto}" "${MAX_TOKENS_PER_MICRO_BATCH=auto}" # by what the cards have (docs/scale.md)

@@ -20,8 +20,8 @@ from llava.export.__main__ import main as export_command
 from llava.export.hf import export
 from llava.export.push import sort_out
 from llava.export.remote_code import code_files
-from llava.launch.flags import parse_flags as launcher_flags
 from llava.launch.recipe import resolved_run
+from llava.launch.settings import parse_flags as launcher_flags
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES

@@ -306,9 +306,8 @@ def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
 # --- what a call shows and refuses ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_dry_run_shows_settings_command_and_inputs_and_parses_the_flags(tmp_path):
-    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable} | inputs_in(tmp_path)
+def test_a_dry_run_shows_settings_command_and_inputs(tmp_path):
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "false"} | inputs_in(tmp_path)
     shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
     assert shown.returncode == 0, shown.stderr
     configuration, rest = shown.stdout.split("command\n")
@@ -317,18 +316,6 @@ def test_a_dry_run_shows_settings_command_and_inputs_and_parses_the_flags(tmp_pa
         assert f"  {row}\n" in configuration
     assert "\n    --output_dir checkpoints/demo-rmsnorm-pretrain \\\n" in command and "--max_steps 3 \\\n" in command
     assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
-    assert "not checked" not in shown.stderr
-    wrong = bash("scripts/pretrain.sh", **env, LEARNING_RATE="abc")
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
-    assert "learning_rate" in wrong.stderr and "'abc'" in wrong.stderr
-
-
-def test_dry_run_without_an_environment_says_what_it_did_not_check(tmp_path):
-    for part in ("scripts", "llava", "deepspeed_configs"):
-        (tmp_path / part).symlink_to(ROOT / part)
-    shown = bash(str(tmp_path / "scripts/pretrain.sh"), "--max_grad_norm", "1", cwd=tmp_path, DRY_RUN=1, NUM_GPUS=1)
-    assert shown.returncode == 2 and "MISSING" in shown.stderr, shown.stderr
-    assert "note: the flags were not checked, since .venv/bin/python has no trainer yet\n" in shown.stderr
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -359,10 +346,7 @@ def test_launcher_helps_with_no_package_installed():
     ("variables", "said"),
     [
         ({"PRESET": "nonsense"}, ["PRESET=nonsense", *PRESETS]),
-        ({"NORM": "nonsense"}, ["error: NORM=nonsense: ", *NORMS]),
-        ({"PROJECTOR": "mlp"}, ["error: PROJECTOR=mlp: --mm_projector_type: ", "mlpNx_gelu"]),
-        ({"PROMPT_VERSION": "plian"}, ["PROMPT_VERSION=plian", "plain", "qwen_1_5"]),
-        ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "1 2 4 8 16 32 64 128"]),
+        ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES"]),
     ],
 )
 def test_wrong_variable_is_refused_with_what_is_expected(variables, said):
@@ -402,20 +386,15 @@ FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gigabytes", [24, 48, 80])
 @pytest.mark.parametrize("count", [1, 8])
-def test_every_preset_resolves_on_any_card_in_both_stages_and_by_lora(count, gigabytes, tool_path, tmp_path):
+def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(count, tool_path, tmp_path):
     """What the trainer then chooses for `auto` is tested in tests/unit/test_zero_choice.py."""
-    memory = 1024 * gigabytes - 12  # nvidia-smi lists a little less than what is sold
-    path = tool_path(
-        "nvidia-smi", f'for i in $(seq {count}); do [ "$1" = -L ] && echo "GPU $i: x" || echo {memory}; done'
-    )
+    path = tool_path("nvidia-smi", f'for i in $(seq {count}); do echo "GPU $i: x"; done')
 
     def check(preset, stage, lora):
         run = resolved_run(stage, PATH=path, PRESET=preset, LORA=lora, HF_HOME=tmp_path)
         flags, by_memory = run["flags"], preset in FOR_ONE_CARD
-        seen = {"memory_gib": gigabytes} if by_memory else {}
-        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True} | seen, preset
+        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True}, preset
         chosen = [flags.get(name) == "auto" for name in ("deepspeed", "max_tokens_per_micro_batch")]
         assert chosen == [by_memory, by_memory], preset
         batch = {"pretrain": 16, "finetune": 8} if preset == "demo" else {"pretrain": 256, "finetune": 128}
@@ -434,11 +413,11 @@ def test_every_preset_resolves_on_any_card_in_both_stages_and_by_lora(count, gig
 
 
 def test_a_dry_run_says_what_auto_goes_by_and_that_a_model_is_gated(tool_path, tmp_path):
-    path = tool_path("nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: x" || echo 24564')
+    path = tool_path("nvidia-smi", 'echo "GPU 0: x"')
     settings = {"path": path, "DRY_RUN": 1, "LLAVA_PYTHON": "false", "COLUMNS": 300, "HF_HOME": tmp_path}
     shown = bash("scripts/finetune.sh", PRESET="0.5b", **settings).stdout
     for name in ("micro-batch tokens", "deepspeed"):
-        assert f"  {name:<20} auto: chosen for GPUs of 24 GiB when the run starts" in shown
+        assert f"  {name:<20} auto: chosen by the GPUs' memory when the run starts" in shown
     assert "gated" not in shown
     shown = bash("scripts/finetune.sh", PRESET="llama-3.2-3b", **settings).stdout
     assert (
@@ -748,7 +727,7 @@ def setup(tmp_path):
     """A function that runs setup.sh in a small tree with a stand-in interpreter; `.calls()` lists what it installed."""
     tree = tmp_path / "a tree"
     (tree / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/help.sh"):
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
         shutil.copy(ROOT / name, tree / name)
     python = tmp_path / "python3"
     python.write_text(STAND_IN_PYTHON)

@@ -20,8 +20,6 @@
 # $SERVING_VENV, made once from requirements.txt beside this file ($PYTHON: Python
 # 3.11 or 3.12). LLAVA_PYTHON works as in all scripts.
 set -euo pipefail
-# shellcheck source=scripts/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 readonly REQUIREMENTS=tests/serving/requirements.txt

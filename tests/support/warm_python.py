@@ -28,7 +28,7 @@ from pathlib import Path
 
 from paths import ROOT
 
-from llava.launch.builds import release_left
+from llava.launch.supervise import release_left
 
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys

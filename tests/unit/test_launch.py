@@ -1,7 +1,6 @@
 """The launcher's parts as functions: flags, batch, devices, launch command, inputs, names, load."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -9,17 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from llava.launch.__main__ import considerate, for_the_cpu
-from llava.launch.batch import resolve_batch
-from llava.launch.command import resolve_launch
-from llava.launch.cpu import idle_cores, preloads, wait_policy, wheels_mimalloc
-from llava.launch.devices import Devices, resolve_devices, shared_memory_note
-from llava.launch.flags import parse_flags
-from llava.launch.inputs import check_inputs, check_master, check_model
+from llava.launch import supervise
+from llava.launch.command import preloads, resolve_launch, wheels_mimalloc
+from llava.launch.devices import Devices, resolve_batch, resolve_devices, shared_memory_note
+from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
-from llava.launch.settings import Refusal
+from llava.launch.settings import Refusal, parse_flags
 from llava.launch.supervise import Supervisor
-from llava.train import check_flags
 from llava.utils.failures import ENDED, REQUEST
 from llava.utils.machine import cpu_quota, processor
 
@@ -75,9 +70,10 @@ def test_given_accumulation_decides_and_the_global_batch_follows(per_device, exp
 def test_batch_that_does_not_divide_is_refused_with_the_choices():
     with pytest.raises(Refusal) as refused:
         resolve_batch(Devices(1, 8, True), "256", "3")
-    assert "  NNODES x NUM_GPUS   none\n  PER_DEVICE_BATCH    1 2 4 8 16 32\n" in str(refused.value)
-    assert "a multiple of 24, such as 264" in str(refused.value)
-    with pytest.raises(Refusal, match="NNODES x CPU_RANKS   1 2 4 8 16 32 64 128\n  PER_DEVICE_BATCH    none, 256"):
+    assert "NNODES=1 x NUM_GPUS=8 x PER_DEVICE_BATCH=3; change one of them (PER_DEVICE_BATCH: 1 2 4 8 16 32)" in str(
+        refused.value
+    )
+    with pytest.raises(Refusal, match="CPU_RANKS=7 .*PER_DEVICE_BATCH: none, 256 is not a multiple of 7"):
         resolve_batch(Devices(1, 7, False), "256", "2")
 
 
@@ -158,7 +154,7 @@ def test_a_processor_is_named_with_its_instructions(tmp_path, flags, name):
 
 def test_shared_memory_that_is_small_for_the_loader_processes_is_reported(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
-    assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB, through which 8 x 4 loader processes")
+    assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB for the batches of 8 x 4 loader processes")
     assert "--shm-size" in shared_memory_note(1, 1) and not shared_memory_note(8, 0)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=16 * 2**30))
     assert not shared_memory_note(8, 4)
@@ -320,23 +316,14 @@ def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 
-def test_a_gated_model_is_named_with_the_command_that_logs_in(tmp_path, monkeypatch):
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    name = "meta-llama/Llama-3.2-3B-Instruct"
-    (gated,) = check_model("model", name, "hint")
-    assert (gated.state, gated.is_problem) == ("hub", False)
+@pytest.mark.parametrize(("name", "gated"), [("meta-llama/Llama-3.2-3B-Instruct", True), ("Qwen/Qwen3-0.6B", False)])
+def test_a_gated_model_is_named_with_the_command_that_logs_in(name, gated):
+    devices = Devices(1, 1, True)
+    launch = resolve_launch({}, devices, "", "name", "python", 1)
+    (model,) = check_inputs({}, parse_flags(["--model_name_or_path", name, "--output_dir", "x"]), devices, launch)
+    assert (model.state, model.is_problem) == ("hub", False)
     accept = f"gated: accept its licence at https://huggingface.co/{name}"
-    assert gated.hint == f"{accept}, then log in: hf auth login (or set HF_TOKEN)"
-    (free,) = check_model("model", "Qwen/Qwen3-0.6B", "hint")
-    assert free.hint == ""
-    (tmp_path / "token").write_text("hf_x")
-    (known,) = check_model("model", name, "hint")
-    assert "gated" in known.hint and "hf auth login" not in known.hint
-    (tmp_path / "hub/models--meta-llama--Llama-3.2-3B-Instruct/snapshots").mkdir(parents=True)
-    (here,) = check_model("model", name, "hint")
-    assert here.hint == ""
+    assert model.hint == (f"{accept}, then log in: hf auth login (or set HF_TOKEN)" if gated else "")
 
 
 def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
@@ -346,62 +333,7 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
     assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
 
 
-def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
-    with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
-        check_master("no such host", first_node=False)
-    check_master("127.0.0.1", first_node=True)
-    check_master("192.0.2.77", first_node=False)
-    assert not capsys.readouterr().err
-    check_master("192.0.2.77", first_node=True)
-    assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is not an address of ")
-
-
-# --- the trainer's check ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max_grad_nrm", "1"], "--max_grad_nrm is not a flag; did you mean --max_grad_norm?"),
-        (["--learning_rate", "abc"], "--learning_rate.* 'abc'"),
-        (["--mm_projector_norm_init", "tex_norm"], "--mm_projector_norm_init.*'tex_norm'"),
-        (["--label_masking", "all"], "--label_masking"),
-    ],
-)
-def test_the_trainers_own_parser_names_the_flag_at_fault(words, message, monkeypatch, capsys):
-    needed = ["flags", "--model_name_or_path", "x", "--output_dir", "y"]
-    monkeypatch.setattr("sys.argv", [*needed, "--mm_projector_norm_init", "2.5", "--no_lazy_preprocess"])
-    assert check_flags.main() == 0
-    monkeypatch.setattr("sys.argv", [*needed, *words])
-    with pytest.raises(SystemExit) as refused:
-        check_flags.main()
-    line = capsys.readouterr().err
-    assert refused.value.code == 2 and re.search(message, line) and line.count("\n") == 1
-
-
 # --- load -------------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_threads_sleep_only_beside_other_work_and_by_default():
-    assert not wait_policy({}, threads=2, idle=2.0) and not wait_policy({}, threads=2, idle=1.8)
-    assert not wait_policy({}, threads=2, idle=60.0)
-    assert wait_policy({}, threads=2, idle=1.0) == {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        assert not wait_policy({name: "active"}, threads=2, idle=0.0)
-
-
-def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
-    monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 0.5)
-    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
-    plans = [resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": gpus}, "entry", words, cores=2) for gpus in ("0", "1")]
-    assert considerate(plans[0], {})["OMP_WAIT_POLICY"] == "passive"
-    printed = capsys.readouterr().out
-    assert (
-        printed.startswith("note: other programs use ") and printed.count("\n") == 1 and "GOMP_SPINCOUNT=100" in printed
-    )
-    assert not for_the_cpu(plans[1], {})
-    assert not considerate(plans[0], {"GOMP_SPINCOUNT": "10000"})
-    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -416,23 +348,19 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
         ([], {}),
     ],
 )
-def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, capsys, installed, variables):
-    find_library = "llava.launch.cpu.find_library"
+def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, installed, variables):
+    find_library = "llava.launch.command.find_library"
     monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
     wheel = "libmimalloc.so.4" if "mimalloc" in installed else None
-    monkeypatch.setattr("llava.launch.cpu.wheels_mimalloc", lambda python: wheel)
-    monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
-    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
-    plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
-    assert for_the_cpu(plan, {}) == variables
-    assert capsys.readouterr().out.count("loaded for speed on a CPU") == bool(installed)
+    monkeypatch.setattr("llava.launch.command.wheels_mimalloc", lambda python: wheel)
+    assert preloads({}) == variables
     assert preloads({"LD_PRELOAD": ""}) == {}
     chosen = preloads({"MALLOC_CONF": "narenas:1"})
     assert "MALLOC_CONF" not in chosen
 
 
 def test_no_library_is_loaded_that_was_made_outside_the_environment_and_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr("llava.launch.cpu.find_library", lambda name: None)
+    monkeypatch.setattr("llava.launch.command.find_library", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "llava").mkdir()
     for name in ("libmkl_as_on_intel.so", "libmkl_avx512_on_amd.so", "libmimalloc.so.3"):
@@ -449,21 +377,11 @@ def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_tra
     assert wheels_mimalloc(str(python)) == str(library / "libmimalloc.so.3")
 
 
-def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monkeypatch):
-    stat = tmp_path / "stat"
-    before = "cpu  9 9 9 9 9\ncpu0 100 0 0 100 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\n"
-    after = "cpu  9 9 9 9 9\ncpu0 200 0 0 100 0 0 0 0 0 0\ncpu1 25 0 0 70 5 0 0 0 0 0\ncpu2 9 0 0 1 0 0 0 0 0 0\n"
-    stat.write_text(before)
-    monkeypatch.setattr("time.sleep", lambda seconds: stat.write_text(after))
-    assert idle_cores({0, 1}, stat) == pytest.approx(0.75)
-    assert idle_cores({0, 1}, tmp_path / "none") == 2.0
-
-
 def test_a_signal_after_the_run_has_ended_neither_stops_it_nor_says_that_nothing_is_saved(tmp_path, monkeypatch, capfd):
     """DeepSpeed's launcher takes seconds to close; a queue's SIGTERM may come then."""
     (tmp_path / ENDED).touch()
     # Sent by the command itself, the signal could come before there is a launcher.
-    monkeypatch.setattr(Supervisor, "_wait", lambda _, launcher: signal.raise_signal(signal.SIGTERM) or launcher.wait())
+    monkeypatch.setattr(supervise, "wait", lambda launcher, _: signal.raise_signal(signal.SIGTERM) or launcher.wait())
     assert Supervisor(tmp_path, tmp_path, alone=False).run(["sleep", "0.1"], dict(os.environ)) == 0
     assert capfd.readouterr().err == "SIGTERM: the run has already ended, only its launcher is still closing\n"
     assert not (tmp_path / REQUEST).exists()
