@@ -8,7 +8,7 @@ of three times, as if they overlapped fully:
     latency = micro-batches x collectives x GPUs x --hop-us
 
     python -m benchmarks.scale > docs/scale.md
-    python -m benchmarks.scale --print traffic      # the table of docs/clusters.md
+    python -m benchmarks.scale --print traffic      # what each ZeRO file sends
     python -m benchmarks.scale --print pieces       # that of docs/performance.md: the pieces of a micro-batch
     python -m benchmarks.scale --print pieces --preset qwen2.5-7b --stage 1 --measured pieces.json
 """

@@ -15,10 +15,7 @@ readonly STAMP=.venv/setup.stamp # three lines: hash of what defines the environ
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 wanted="${EXTRAS:-train,playground,dev}"
 
-fail() {
-  printf 'setup: %s\n' "$*" >&2
-  exit 1
-}
+fail() { printf 'setup: %s\n' "$*" >&2 && exit 1; }
 
 require_known_extras() {
   local known extra
@@ -26,8 +23,10 @@ require_known_extras() {
   for extra in ${wanted//,/ }; do
     [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
   done
-  [[ ! " ${wanted//,/ } " =~ " "(web|trackio)" " ]] ||
-    fail "EXTRAS names '${BASH_REMATCH[1]}', which cannot use Pillow 13; older versions resize pictures to other pixels than everything here was tested with; docs/$([ "${BASH_REMATCH[1]}" = web ] && echo chat || echo hub).md says how to install it"
+  for extra in web:docs/chat.md trackio:docs/hub.md; do
+    [[ " ${wanted//,/ } " != *" ${extra%%:*} "* ]] ||
+      fail "EXTRAS names '${extra%%:*}', which cannot use Pillow 13; older versions resize pictures to other pixels than everything here was tested with; ${extra#*:} says how to install it"
+  done
 }
 
 # The venv's Python version, read from its own record: starting an interpreter would take most of a second call's time.

@@ -66,7 +66,7 @@ STAGES = {
     "LORA=1: by LoRA.",
 }
 # What the other scripts read. A name near one of these or of `NAMES` is misspelt, whatever script it is set for.
-_OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_ROOT SAMPLES TASKS TOLERANCE WORKERS"
+OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_ROOT SAMPLES TASKS TOLERANCE WORKERS"
 _FOREIGN = "CACHE_DIR FORM NUM_CPUS PYTHON3 RESET VERSION"  # near ours, and other programs'
 OF_ONE_STAGE = {
     "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
@@ -116,7 +116,7 @@ def refuse_misspelt(environment: Mapping[str, str]) -> None:
     Raises:
         Refusal: there is one.
     """
-    known = NAMES.union(_OTHERS.split())
+    known = NAMES.union(OTHERS.split())
     for name in sorted(environment.keys() - known):
         if name.upper() not in _FOREIGN.split() and (meant := nearest_name(name, known - {"PYTHON"})):
             raise Refusal(f"{name} is set, but no script reads it; did you mean {meant}? Give that, or unset {name}")

@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 from shell import bash
 
-from llava.launch.settings import _OTHERS, NAMES, Refusal, refuse_misspelt
+from llava.launch.settings import NAMES, OTHERS, Refusal, refuse_misspelt
 
 # What login shells, containers, schedulers, launchers and build systems export.
 _FOREIGN = """
@@ -66,7 +66,7 @@ def test_no_variable_that_a_script_expands_is_refused(script):
     taken = set(re.findall(r"\$\{([A-Z][A-Z0-9_]+)[:=+-]", script.read_text()))
     refuse_misspelt(dict.fromkeys(taken, "1"))
     if script.stem in ("pretrain", "finetune", "lib"):
-        assert taken - {"BASH_SOURCE", "TORCH_EXTENSIONS_DIR", "PYTHONPATH"} <= NAMES.union(_OTHERS.split())
+        assert taken - {"BASH_SOURCE", "TORCH_EXTENSIONS_DIR", "PYTHONPATH"} <= NAMES.union(OTHERS.split())
 
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune", "quickstart", "compare", "evaluate", "analyze"])
