@@ -57,9 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(CONTROLS),
         help="controls to run (default: all, and untouched pictures)",
     )
-    parser.add_argument(
-        "--questions", type=whole(0), default=0, help="number of questions, from the first; kinds alternate; 0: all"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no checkpoint, or there are no questions.
     """
-    records = held_out(args.data)[: args.questions or None]
+    records = held_out(args.data)
     content = content_of(args.data)
     now = described(args.checkpoint, len(records))
     missing = [control for control in args.controls if not is_current(args.output_dir / control, now, content)]
@@ -102,11 +99,6 @@ def held_out(data: Path) -> list[dict[str, Any]]:
 
 def expected_answer(record: Record) -> str:
     return record["conversations"][1]["value"]
-
-
-def chance_of(record: Record) -> float:
-    """Percent that guessing one of the possible answers scores."""
-    return 100 / len(record["choices"])
 
 
 def content_of(data: Path) -> str:
@@ -177,7 +169,7 @@ def scored(
         kind, expected = record["kind"], expected_answer(record)
         right = float(is_right(text, expected))
         samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind, log_probability))
-        chance.setdefault(kind, []).append(chance_of(record))
+        chance.setdefault(kind, []).append(100 / len(record["choices"]))  # by guessing
     return {
         kind: TaskResult(
             "accuracy",

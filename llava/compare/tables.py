@@ -27,7 +27,7 @@ from llava.eval.paired import (
     SeedDifference,
     compare_benchmarks,
     compare_seeds,
-    members_of,
+    score_by_seed,
 )
 from llava.eval.results import PAPER_COLUMNS
 from llava.eval.tasks import TASKS, mean_of_groups
@@ -83,13 +83,14 @@ class Statistics:
 
     def _check(self, arm: str, task: str) -> None:
         """Raises ValueError unless the samples, which the intervals are about, give the recorded score."""
-        own = 100 * _by_seed(self.samples(arm, task), self.strata(task))
-        recorded = np.array([self.by_run[arm, s].get("percent", {}).get(task, v)
-                             for s, v in zip(self.seeds, own, strict=True)])  # fmt: skip
-        if np.abs(own - recorded).max() > TOLERANCE:
-            raise ValueError(
-                f"{task}, {arm}: score {recorded.tolist()}, but its samples give {own.tolist()}; evaluate again"
-            )
+        own = 100 * score_by_seed(self.samples(arm, task), self.strata(task))
+        recorded = self.recorded(arm, task)
+        if recorded and np.abs(own - recorded).max() > TOLERANCE:
+            raise ValueError(f"{task}, {arm}: score {recorded}, but its samples give {own.tolist()}; evaluate again")
+
+    def recorded(self, arm: str, task: str) -> list[float]:
+        """A harness's score of each seed, in percent; empty where no harness computed any."""
+        return [percent[task] for s in self.seeds if task in (percent := self.by_run[arm, s].get("percent", {}))]
 
     @cached_property
     def scores(self) -> dict[str, dict[str, list[float]]]:
@@ -97,27 +98,26 @@ class Statistics:
         scores: dict[str, dict[str, list[float]]] = {}
         for arm in self.arms:
             own = scores[arm] = {}
-            for task in self.tasks:
-                percent = [self.by_run[arm, s].get("percent", {}).get(task) for s in self.seeds]
-                own[task] = percent if None not in percent else self._percent(arm, task)
-            pooled = self.overall != MEAN
-            own[self.overall] = (
-                self._percent(arm, self.overall) if pooled else np.mean([own[t] for t in self.counted], axis=0).tolist()
-            )
+            for task in self.named:
+                shares = self.samples(arm, task).mean(axis=1)
+                own[task] = self.recorded(arm, task) or [100 * float(share) for share in shares]
+            if self.overall == MEAN:
+                own[MEAN] = np.mean([own[task] for task in self.counted], axis=0).tolist()
         return scores
 
-    def _percent(self, arm: str, task: str) -> list[float]:
-        return [100 * float(value) for value in self.samples(arm, task).mean(axis=1)]
+    @property
+    def named(self) -> list[str]:
+        """The tasks, and all their questions together if that is the overall result."""
+        return self.tasks + [self.overall] * (self.overall != MEAN)
 
     @cached_property
     def results(self) -> dict[str, dict[str, dict[str, Any]]]:
         """`results[arm][task or overall]` of every arm but the baseline: see `SeedDifference` and `Difference`."""
-        names = [*self.tasks, *([self.overall] if self.overall != MEAN else [])]
         results: dict[str, dict[str, dict[str, Any]]] = {}
         for arm in self.arms[1:]:
-            changes = [self.samples(arm, name) - self.samples(self.baseline, name) for name in names]
-            each, mean = compare_benchmarks(changes, [self.strata(name) for name in names])
-            drawn = dict(zip(names, each, strict=True)) | ({MEAN: mean} if self.overall == MEAN else {})
+            changes = [self.samples(arm, name) - self.samples(self.baseline, name) for name in self.named]
+            each, mean = compare_benchmarks(changes, [self.strata(name) for name in self.named])
+            drawn = dict(zip(self.named, each, strict=True)) | ({MEAN: mean} if self.overall == MEAN else {})
             results[arm] = {name: asdict(result) | {"verdict": ""} for name, result in drawn.items()}
             if self.decided:
                 for name, own in results[arm].items():
@@ -126,26 +126,21 @@ class Statistics:
 
     def _over_seeds(self, arm: str, task: str) -> dict[str, Any]:
         """A comparison by Student's t, with its verdict where it has one."""
-        overall, primary = task == self.overall, self.plan is not None and arm in self.plan.primary
-        confidence = self.plan.confidence if self.plan and primary and overall else CONFIDENCE
-        difference = compare_seeds(self.by_seed(arm, task, 100.0), confidence)
-        decides = primary and overall if self.plan else True
-        margin = self.plan.margin if self.plan else 0.0
-        return asdict(difference) | {
-            "confidence": confidence, "role": "primary" if primary else "exploratory",
-            "verdict": verdict(difference, margin) if decides else "",
-        }  # fmt: skip
+        plan = self.plan
+        if plan is None:
+            difference = compare_seeds(self.by_seed(arm, task, 100.0))
+            return asdict(difference) | {"confidence": CONFIDENCE, "verdict": verdict(difference, 0.0)}
+        primary = task == self.overall and arm in plan.primary
+        difference = compare_seeds(self.by_seed(arm, task, 100.0), plan.confidence if primary else CONFIDENCE)
+        words = {"role": "primary", "verdict": verdict(difference, plan.margin)} if primary else {"role": "exploratory"}
+        return asdict(difference) | {"confidence": plan.confidence if primary else CONFIDENCE} | words
 
     def by_seed(self, arm: str, task: str, factor: float = 1.0, name: str = "scores") -> list[float]:
         """An arm's differences from the baseline, one for each seed."""
-        parts = self.counted if task == MEAN else [task]
-        changes = [
-            _by_seed(
-                factor * self.samples(arm, part, name) - factor * self.samples(self.baseline, part, name),
-                self.strata(part),
-            )
-            for part in parts
-        ]
+        changes = []
+        for part in self.counted if task == MEAN else [task]:
+            change = factor * self.samples(arm, part, name) - factor * self.samples(self.baseline, part, name)
+            changes.append(score_by_seed(change, self.strata(part)))
         return np.mean(changes, axis=0).tolist()
 
     @cached_property
@@ -154,13 +149,6 @@ class Statistics:
         if not self.decided or not all("log_probabilities" in entry for entry in self.record["runs"]):
             return {}
         return {arm: compare_seeds(self.by_seed(arm, MEAN, 1.0, "log_probabilities")) for arm in self.arms[1:]}
-
-
-def _by_seed(values: np.ndarray, kinds: np.ndarray | None) -> np.ndarray:
-    """The mean over questions, or over their kinds, of each seed [S]."""
-    if kinds is None:
-        return values.mean(axis=1)
-    return np.mean([group.mean(axis=1) for group in members_of(values, kinds)], axis=0)
 
 
 def verdict(difference: SeedDifference, margin: float) -> str:

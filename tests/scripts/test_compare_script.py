@@ -17,7 +17,6 @@ import study_stub
 from paths import ROOT
 from run_inputs import inputs_in
 from shell import kill, new_lines, only
-from warm_python import warm_python
 
 from llava.compare.arms import Arm, parse_arm
 from llava.compare.commands import main
@@ -41,8 +40,7 @@ def compare(tmp_path):
     env |= {"ANALYSIS": "theory", "BF16": "False"}
 
     def run(*flags, start=False, **extra):
-        python = sys.executable if start else warm_python()  # what is killed is a process of its own
-        words = [python, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
+        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
         variables = only(**env | extra)
         if not start:
             return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)

@@ -14,7 +14,6 @@ import study_stub
 from paths import ROOT
 from run_inputs import inputs_in
 from shell import kill, new_lines, only
-from warm_python import warm_python
 
 from llava.compare.commands import main
 from llava.launch.recipe import STAGES
@@ -35,8 +34,7 @@ def study(tmp_path):
     env = only(**env, HOME=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
 
     def run(*flags, start=False, **extra):
-        python = sys.executable if start else warm_python()  # what is killed is a process of its own
-        words = [python, "-m", "llava.compare", "run", "--output-dir", out, *flags]
+        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", out, *flags]
         options = {"cwd": ROOT, "env": {k: str(v) for k, v in (env | extra).items()}}
         if start:
             return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
