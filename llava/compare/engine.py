@@ -195,11 +195,11 @@ class Experiment:
     def part(
         self,
         title: str,
-        work: Mapping[str, Sequence[Step]] | Callable[[], object],
+        work: Mapping[str, Sequence[Step]],
         width: int = 0,
         ended: Callable[[str], object] = lambda lane: None,
     ) -> None:
-        """Runs lanes, at most `width` in parallel or one in each place, or calls a function, under a title.
+        """Runs lanes, at most `width` in parallel or one in each place, under a title.
 
         `ended` is called with the name of every lane that is done.
 
@@ -208,12 +208,9 @@ class Experiment:
         """
         print(f"\n=== {title}", flush=True)
         start = time.monotonic()
-        if callable(work):
-            work()
-        else:
-            places = [] if width else self.places()
-            keep_open = [self.lock] if self.lock >= 0 else []
-            self.times |= run_lanes(work, width or len(places), keep_open, places, ended)
+        places = [] if width else self.places()
+        keep_open = [self.lock] if self.lock >= 0 else []
+        self.times |= run_lanes(work, width or len(places), keep_open, places, ended)
         self.parts[title] = time.monotonic() - start
 
     def work(self) -> None:

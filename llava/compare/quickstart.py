@@ -163,7 +163,7 @@ class Quickstart(Experiment):
             times = before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()}
         record = new_record(
             title=f"{' and '.join(self.arms)} on {self.data}", overall=ALL, times=times, examples=self.examples(),
-            next=self.next(), logs=self.logs(),
+            talk=self.talk(), logs=self.logs(),
         )  # fmt: skip
         for run in self.runs:
             add_run(record, run, self.results_of(run))
@@ -188,21 +188,11 @@ class Quickstart(Experiment):
             for record in [*chosen.values(), *others][:EXAMPLES]
         ]
 
-    def next(self) -> list[tuple[str, str]]:
-        """What to do with the models, each with its command."""
-        last = f"{self.folder / self.arms[-1]}/finetune"
+    def talk(self) -> str:
+        """The command that talks to the last arm about a picture."""
         picture = self.examples()[0]["picture"]
-        talk = [shown_python(), "-m", "llava.serve.cli", "--model-path", last, "--image-file", picture]
-        models = [f"{run.arm}={run.folder(STAGES[-1])}" for run in self.runs]
-        code = "from llava.model.builder import load_pretrained_model\n\n"
-        code += f'tokenizer, model, image_processor, context_len = load_pretrained_model("{last}", None, "llava")'
-        return [
-            ("Talk to the model", shlex.join(talk)),
-            ("Every table and figure of the paper for these models", f"bash scripts/analyze.sh {shlex.join(models)}"),
-            ("A comparison of arms over several seeds", "bash scripts/compare.sh --preset demo --seeds 3"),
-            ("The paper's recipe on GPUs", "PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/pretrain.sh"),
-            ("In Python", code),
-        ]
+        words = ["--model-path", f"{self.folder / self.arms[-1]}/finetune", "--image-file", picture]
+        return shlex.join([shown_python(), "-m", "llava.serve.cli", *words])
 
     def logs(self) -> list[tuple[str, str]]:
         """Titles and relative paths of every stage's logs."""
@@ -260,5 +250,5 @@ def run(args: argparse.Namespace) -> None:
     show_times({**quickstart.times, "all": sum(quickstart.parts.values())})
     print(f"\npage          {folder}/{PAGE}    table, record: table.md, {FILE}")
     print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}    logs: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
-    print(f"talk to it    {quickstart.next()[0][1]}")
+    print(f"talk to it    {quickstart.talk()}")
     print("every table and figure of the paper    bash scripts/analyze.sh    (docs/analysis.md)")

@@ -98,7 +98,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "curves": figures.training_curves(record),
         "analysis": figures.analysis_figures(analysis),
         "examples": pictured(record),
-        "next": record.get("next", []),
+        "talk": record.get("talk", ""),
         "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],
         "logs": record.get("logs", []),
     }

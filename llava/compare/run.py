@@ -100,7 +100,7 @@ class Comparison(Experiment):
         data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
         lanes = self.measurements(STAGES[-1], "analysis", commands, data, samples)
         self.part("measurements, first seed", lanes)
-        self.part("report", self.report)
+        self.report()
         show_times({**self.times, "all": sum(self.parts.values())})
         print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md {self.folder}/report-*.csv")
 
@@ -194,7 +194,10 @@ class Planned(Comparison):
         seed = next(run.seed for run in self.runs if run.name == name)
         runs = [run for run in self.runs if run.seed == seed]
         folders = [(run.folder(STAGES[-1]), run.folder(HELD_OUT)) for run in runs]
-        if not all((checkpoint / DONE).is_file() and is_answered(checkpoint, place) for checkpoint, place in folders):
+        answered = all(
+            (checkpoint / DONE).is_file() and is_answered(checkpoint, place) for checkpoint, place in folders
+        )
+        if not answered or seed not in self.plan.missing(self.record):
             return
         for stage in STAGES:
             check_runs(runs, stage)

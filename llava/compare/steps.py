@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,49 +31,38 @@ class StepError(RuntimeError):
 
 @dataclass
 class Step:
-    """A command whose output goes to `log`, or to the terminal where that is None.
+    """A command whose output goes to `log`.
 
     Attributes:
         settings: additional environment variables.
         is_done: whether the step can be skipped.
-        mark: file that is created when the command succeeds.
-        cwd: where the command starts.
     """
 
     title: str
     command: Sequence[str]
-    log: Path | None
+    log: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     is_done: Callable[[], bool] = lambda: False
-    mark: Path | None = None
-    cwd: Path = ROOT
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
         """Starts the command with the variables of its lane's place."""
         env = {**os.environ, **self.settings, **place}
-        with self.log.open("w") if self.log else nullcontext() as output:
-            return start(self.command, env, output, cwd=self.cwd, keep_open=keep_open)
+        with self.log.open("w") as output:
+            return start(self.command, env, output, cwd=ROOT, keep_open=keep_open)
 
     def succeeded(self, seconds: float) -> None:
         """Called when the command ends with status 0."""
-        if self.mark:
-            self.mark.touch()
 
     def failed(self, code: int) -> None:
-        """Called when the command ends with another status.
-
-        Raises:
-            StepError: always; a step that may fail overrides this.
-        """
+        """Called when the command ends with another status, which is a StepError."""
         cause = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
-        lines = [f"{self.title} {cause}: {shlex.join(self.command)}"]
-        if self.log:
-            lines += [*(f"  | {line}" for line in last_lines(self.log, SHOWN_LINES)), f"its log: {self.log}"]
-        raise StepError("\n".join(lines))
+        lines = [f"  | {line}" for line in last_lines(self.log, SHOWN_LINES)]
+        command = f"{self.title} {cause}: {shlex.join(self.command)}"
+        raise StepError("\n".join([command, *lines, f"its log: {self.log}", "rerun the same command to resume"]))
 
     def progress(self) -> str:
         """The last line that the command printed; of a progress bar the numbers alone."""
-        (line,) = last_lines(self.log, 1) if self.log else ("",)
+        (line,) = last_lines(self.log, 1)
         return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
 
 
@@ -122,20 +110,22 @@ class StageStep(Step):
 
 @dataclass
 class Measurement(Step):
-    """Measurements of `llava.analysis`; `mark` records what decided them.
+    """Measurements of `llava.analysis`.
 
     Attributes:
         models: folders of the models by their names.
+        mark: file that records what decided them.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
+    mark: Path = Path()
 
     def __post_init__(self) -> None:
         self.is_done = self.is_measured
 
     def is_measured(self) -> bool:
         """Whether these models were measured with their current weights, by the current code."""
-        return self.mark is not None and self.mark.is_file() and self.mark.read_text() == self.origin()
+        return self.mark.is_file() and self.mark.read_text() == self.origin()
 
     def origin(self) -> str:
         """What decides the measurement."""
@@ -144,7 +134,6 @@ class Measurement(Step):
         return "\n".join([*named, *weights, code_digest(ANALYSIS)])
 
     def succeeded(self, seconds: float) -> None:
-        assert self.mark is not None
         self.mark.write_text(self.origin())
 
 
@@ -195,8 +184,7 @@ def run_lanes(
             if time.monotonic() - shown > between:
                 shown = time.monotonic()
                 for lane in active:
-                    if lane.running.log:
-                        _show(lane, lane.running.progress())
+                    _show(lane, lane.running.progress())
             time.sleep(POLL_SECONDS if active else 0)
     finally:  # a failure, Ctrl-C or SIGTERM; nothing is left to end otherwise
         end([lane.process for lane in active if lane.process])
@@ -221,11 +209,10 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
         if lane.running.is_done():
             _show(lane, "is complete, skipped")
             continue
-        if lane.running.log:
-            lane.running.log.parent.mkdir(parents=True, exist_ok=True)
+        lane.running.log.parent.mkdir(parents=True, exist_ok=True)
         lane.since = time.monotonic()
         lane.process = lane.running.start(keep_open, lane.place)
-        _show(lane, f"log: {lane.running.log}" if lane.running.log else "started")
+        _show(lane, f"log: {lane.running.log}")
         return True
     return False
 

@@ -37,10 +37,11 @@ def study(tmp_path):
         words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", out, *flags]
         options = {"cwd": ROOT, "env": {k: str(v) for k, v in (env | extra).items()}}
         if start:
-            return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
+            printed = (tmp_path / "sitting.log").open("w")
+            return subprocess.Popen(words, stdout=printed, stderr=printed, start_new_session=True, **options)
         return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
-    run.out, run.seen = out, new_lines(calls)
+    run.out, run.seen, run.log = out, new_lines(calls), tmp_path / "sitting.log"
     return run
 
 
@@ -61,7 +62,7 @@ def stopped_at(study, line, sent, *flags, **extra):
     while line not in calls and process.poll() is None:
         time.sleep(0.1)
         calls += study.seen()
-    assert process.poll() is None, f"the study ended before {line}"
+    assert process.poll() is None, f"the study ended before {line}: {study.log.read_text()}"
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     process.wait(timeout=60)
