@@ -206,8 +206,12 @@ class Reproduction:
         """Sets `copies` and `trainings`; returns what the hub cannot give, and what there is no room for."""
         models = [model for model in self.models.values() if isinstance(model, Published)]
         taken = [each for recipes in self.recipes.values() for each in trained_inputs.from_hub(recipes)]
-        pinned, faults = revisions(self.hub), []
-        for files, sources in ((self.copies, [*models, *self.benchmarks]), (self.trainings, dict.fromkeys(taken))):
+        groups = (
+            (self.copies, [*models, *self.benchmarks], revisions(self.hub)),
+            (self.trainings, dict.fromkeys(taken), {}),
+        )
+        faults = []
+        for files, sources, pinned in groups:
             for source in sources:
                 try:
                     files[source] = source.needed_files(pinned.get(source.repository))

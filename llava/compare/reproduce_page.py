@@ -27,7 +27,9 @@ def page_of(
         sources: models and data, each with its revision or folder.
         notes: what is not here, and what the rest was measured with.
     """
-    rows = [(*row, row[2] - row[1] if None not in row else None) for row in numbers]
+    rows = [
+        (what, paper, ours, None if paper is None or ours is None else ours - paper) for what, paper, ours in numbers
+    ]
     parts = [f"# {title}", table(("", "paper", "ours", "difference"), rows) if rows else NO_NUMBERS]
     parts += [f"![{figure.stem}]({figure.name})" for figure in figures]
     return "\n\n".join([*parts, table(("model or data", "revision or folder"), sources), notes]) + "\n"
