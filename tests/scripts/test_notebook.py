@@ -42,7 +42,7 @@ def inputs(tiny, tmp_path):
     build(
         root / smollm2.FOLDER, "smollm2", vars(smollm2.Settings()) | {"format": smollm2.FORMAT}, copied(tiny / "llama")
     )
-    described = vars(tower.Settings()) | {"format": tower.FORMAT, "data_settings": made}
+    described = vars(tower.Settings()) | {"seconds": 0.0, "format": tower.FORMAT, "data_settings": made}
     build(root / "siglip-scenes", "tower", described, copied(tiny / "siglip"))
     return root
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def imported_files(file: Path) -> set[str]:
     return {path for path in paths if (ROOT / path).is_file()}
 
 
+MODULE = re.compile(r"((?:llava|benchmarks|playground)(?:\.\w+)+)\.?")
+
+
+def named_rooms(file: Path) -> set[str]:
+    """The rooms of modules that a file names in texts, as for `importlib.import_module`; words after `-m` are not."""
+    tree = ast.parse(file.read_text())
+    lists = [node.elts for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple)]
+    processes = {
+        id(b) for words in lists for a, b in pairwise(words) if isinstance(a, ast.Constant) and a.value == "-m"
+    }
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in processes]
+    named = [
+        match[1].replace(".", "/") for text in texts if isinstance(text, str) and (match := MODULE.fullmatch(text))
+    ]
+    return {room_of(path if (ROOT / path).is_dir() else f"{path}.py") for path in named} & FLOORS.keys()
+
+
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("llava", "benchmarks", "playground")
@@ -57,6 +75,8 @@ def test_no_import_runs_back_up():
             here, there = room_of(source), room_of(target)
             if here != there and FLOORS[there] >= FLOORS[here]:
                 wrong.append(f"{source} -> {target}")
+        here = room_of(source)
+        wrong += [f"{source} names {there}" for there in named_rooms(ROOT / source) if FLOORS[there] > FLOORS[here]]
     assert wrong == []
 
 
@@ -72,8 +92,7 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_circle():
-    circles = in_circles({source: imported_files(ROOT / source) - {source} for source in SOURCES})
-    assert circles == set()
+    assert in_circles({source: imported_files(ROOT / source) - {source} for source in SOURCES}) == set()
 
 
 def test_a_circle_is_seen_and_what_leads_to_it_or_from_it_is_not():
@@ -113,3 +132,10 @@ def test_what_the_page_names_is_there(path, name):
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:llava|scripts|tests)/[\w/.]+\.(?:py|sh))`", PAGE))))
 def test_files_that_the_page_names_are_there(path):
     assert (ROOT / path).is_file()
+
+
+def test_a_module_that_is_named_in_a_text_is_seen_and_one_that_is_run_is_not(tmp_path):
+    (tmp_path / "a.py").write_text(
+        'load(f"llava.compare.{name}"); run(["python", "-m", "llava.analysis.all", "llava.x.y"])'
+    )
+    assert named_rooms(tmp_path / "a.py") == {"llava/compare"}
