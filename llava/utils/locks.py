@@ -67,8 +67,11 @@ class FolderLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                lacks = f"its file system has no locks ({error.strerror}), so that a second training there would not be"
-                print(f"warning: {self.folder}: {lacks} noticed", file=sys.stderr)
+                print(
+                    f"warning: {self.folder}: its file system has no locks ({error.strerror}), so that a second "
+                    "training there would not be noticed",
+                    file=sys.stderr,
+                )
             with suppress(OSError):  # a full disk
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
                 self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
