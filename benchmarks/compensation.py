@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import ROOT, emptied, write_result
-from llava.compare.reproduce_page import markdown_table
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.commands import Parser, whole
@@ -130,22 +129,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     def pair(row: dict[str, Any], name: str, form: str) -> str:
         return ", ".join(format(row[f"{arm}_{name}"], form) for arm in ("plain", "compensated"))
 
-    return markdown_table(
-        [
-            {
-                "optimizer": "SGD" if row["optim"] == SGD else "AdamW",
-                "κ": row["max_grad_norm"] or "off",
-                "ε": None if row["optim"] == SGD else f"{row['adam_epsilon']:g}",
-                "gain": "trained" if row["learnable"] else "fixed",
-                "steps clipped": pair(row, "clipped", ".0%") if row["max_grad_norm"] else None,
-                "gradient norm": pair(row, "grad_norm", ".3g"),
-                "share of gain and bias": pair(row, "norms_share", ".2g") if row["learnable"] else None,
-                "loss": pair(row, "loss", ".3f"),
-                "distance": ", ".join(f"{value:.2g}" for name, value in row.items() if "distance_at_" in name),
-            }
-            for row in rows
-        ]
-    )
+    cells = [
+        {
+            "optimizer": "SGD" if row["optim"] == SGD else "AdamW",
+            "κ": f"{row['max_grad_norm']:g}" if row["max_grad_norm"] else "off",
+            "ε": "" if row["optim"] == SGD else f"{row['adam_epsilon']:g}",
+            "gain": "trained" if row["learnable"] else "fixed",
+            "steps clipped": pair(row, "clipped", ".0%") if row["max_grad_norm"] else "",
+            "gradient norm": pair(row, "grad_norm", ".3g"),
+            "share of gain and bias": pair(row, "norms_share", ".2g") if row["learnable"] else "",
+            "loss": pair(row, "loss", ".3f"),
+            "distance": ", ".join(f"{value:.2g}" for name, value in row.items() if "distance_at_" in name),
+        }
+        for row in rows
+    ]
+    lines = [cells[0], dict.fromkeys(cells[0], "---").values(), *(line.values() for line in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
