@@ -13,13 +13,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from llava.utils.files import write_json, write_text
-from llava.utils.machine import processor
-from llava.utils.versions import code_digest, git_commit
+from llava.utils.machine import own_cores, processor
+from llava.utils.versions import code_digest, git_commit, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -42,7 +41,7 @@ def environment() -> dict[str, Any]:
     return {
         "machine": {
             "cpu": processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": len(own_cores()),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu": _gpu_name(),
             "system": platform.system(),
@@ -71,13 +70,7 @@ def write_commit(folder: Path) -> None:
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
     """The installed versions of `names`; what is not installed is left out."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in names if (version := version_of(name))}
 
 
 def add_result_flags(parser: argparse.ArgumentParser, quick: str) -> None:
