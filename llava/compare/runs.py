@@ -16,8 +16,8 @@ from typing import Any
 from llava.compare.arms import BASELINE, parse_arm
 from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
-from llava.launch.settings import parse_flags
 from llava.launch.recipe import STAGES
+from llava.launch.settings import parse_flags
 from llava.utils.digests import revision
 from llava.utils.processes import tail
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
