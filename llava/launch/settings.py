@@ -111,7 +111,7 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
 
 
 def refuse_misspelt(environment: Mapping[str, str]) -> None:
-    """Refuses a variable that no script reads and whose name is nearly one that a script reads.
+    """Refuses a variable that no script reads and whose name is nearly one that a script reads, such as NORMS.
 
     Raises:
         Refusal: there is one.
