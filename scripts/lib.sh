@@ -52,7 +52,7 @@ ensure_environment() {
 run_module() { # module and its words
   local python=$PYTHON_BIN
   if [[ " ${*:2} " == *" --help "* || " ${*:2} " == *" -h "* ]]; then
-    "$python" -c '' 2>/dev/null || python=$(plain_python) || exit
+    [ -x "$python" ] || python=$(plain_python) || exit
   else
     export EXTRAS
     ensure_environment

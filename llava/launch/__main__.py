@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava.launch.command import node_rank, preloads
-from llava.launch.devices import shared_memory_note
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import Refusal, help_text, is_on, parse_flags, refuse_misspelt
 from llava.launch.supervise import INTERRUPTED, supervise
@@ -50,9 +49,6 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     Raises:
         Refusal: the output folder cannot be written.
     """
-    workers = plan.flags.value("dataloader_num_workers")
-    if note := shared_memory_note(plan.devices.ranks, int(workers) if workers.isdecimal() else 0):
-        print(note, file=sys.stderr, flush=True)
     subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
     first_node = node_rank(environment) in ("", "0")
     entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry

@@ -42,13 +42,7 @@ class Launch:
 def resolve_launch(
     environment: Mapping[str, str], devices: Devices, deepspeed: str, run_name: str, python: str, cores: int
 ) -> Launch:
-    """How the trainer is started.
-
-    Args:
-        deepspeed: path of the DeepSpeed configuration, or empty.
-        run_name: names the rendezvous where nothing else does.
-        python: the interpreter that has the package's requirements.
-        cores: number of cores of this node, which its ranks share.
+    """How the trainer is started with `python`, on a node with `cores` cores; `deepspeed` is a configuration or empty.
 
     Raises:
         Refusal: variables contradict each other.

@@ -1,8 +1,6 @@
 """How many nodes and devices a run has, what this machine can do, and the batch that the devices share."""
 
 import re
-import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from pathlib import Path
 from llava.launch.settings import Refusal, whole_number
 from llava.utils.machine import processor
 
-SHARED_MEMORY_OF_RANK = 64  # MiB; Docker's default for a whole container, however many ranks it has
 _ENOUGH_TO_BE_EVEN = 8  # samples of a step per device, as measured by python -m benchmarks.scaling
 
 
@@ -56,8 +53,7 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
     allocated = environment.get("SLURM_GPUS_ON_NODE", "")  # of this task's own node
     if allocated.isdecimal() and gpus_number > int(allocated):
         raise Refusal(
-            f"NUM_GPUS={gpus_number}, but SLURM gave {socket.gethostname()} SLURM_GPUS_ON_NODE={allocated}; "
-            "every node needs the same number: sbatch --gpus-per-node=..., or set NUM_GPUS"
+            f"NUM_GPUS={gpus_number}: SLURM gave this node SLURM_GPUS_ON_NODE={allocated}; give all nodes the same"
         )
     cpu_ranks = whole_number("CPU_RANKS", environment.get("CPU_RANKS") or "1", 1)
     return Devices(nodes_number, gpus_number or cpu_ranks, gpus_number > 0)
@@ -100,18 +96,6 @@ def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
         return left + int(stat["file"])
     except (OSError, ValueError, KeyError):  # `max` is no number: no limit
         return None
-
-
-def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> str:
-    """A note where a node's shared memory is too small for the batches of its ranks' loader processes; else empty."""
-    if not workers or not Path(folder).is_dir():
-        return ""
-    mebibytes = shutil.disk_usage(folder).total // 2**20
-    remedy = "start the container with --shm-size=16g or --ipc=host, or set NUM_WORKERS=0"
-    note = (
-        f"note: {folder} has {mebibytes} MiB for the batches of {ranks} x {workers} loader processes, which die when it"
-    )
-    return f"{note} is full (Bus error): {remedy}" if mebibytes <= SHARED_MEMORY_OF_RANK * ranks else ""
 
 
 def has_bf16_instructions() -> bool:

@@ -1,6 +1,5 @@
 """Whether a run's inputs are here, are on the model hub, are missing, or are something else, and what to do then."""
 
-import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,7 @@ from llava.launch.settings import Flags
 FOUND, HUB, MISSING, WRONG = "found", "hub", "MISSING", "WRONG"
 NOT_SET = "not set"
 PREPARED = "playground/data"  # what this tree's own commands prepare lies here
-RECORDS = (".json", ".jsonl", ".parquet")
-MIXTURES = (".yaml", ".yml")
+RECORDS = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
 ADAPTER_FILE = "mm_projector.bin"
 GATED = ("meta-llama/", "google/gemma-")
 """How hub names of models begin that are downloaded only by users who accepted their licence."""
@@ -72,8 +70,6 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
         advice = f"set DEEPSPEED_CONFIG to auto or one of: {deepspeed_configs()}"
         yield from check("deepspeed", value("deepspeed"), advice, file_fault)
     yield from check("hostfile", environment.get("HOSTFILE", ""), "write lines 'host slots=8'", file_fault)
-    if fault := output_fault(Path(value("output_dir"))):
-        yield Input(WRONG, "output", value("output_dir"), f"{fault}; set OUTPUT_DIR to another folder")
 
 
 def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
@@ -131,13 +127,9 @@ def model_fault(path: Path) -> str:
 
 
 def records_fault(path: Path) -> str:
-    """Of a file of records, a folder of them, or a mixture, whose entries the trainer checks."""
-    if path.is_dir():
-        has_records = any(next(path.rglob(f"*{suffix}"), None) for suffix in RECORDS)
-        return "" if has_records else f"expected records, found a folder without {', '.join(RECORDS)}"
-    if path.suffix in RECORDS + MIXTURES:
-        return ""
-    return f"expected a file that ends in {', '.join(RECORDS + MIXTURES)}, found {path.suffix or 'no ending'}"
+    """Of a file or folder of records, or a mixture, whose entries the trainer checks."""
+    is_known = path.is_dir() or path.suffix in RECORDS
+    return "" if is_known else f"expected a file that ends in {', '.join(RECORDS)}, found {path.suffix or 'no ending'}"
 
 
 def images_fault(path: Path) -> str:
@@ -154,11 +146,3 @@ def adapter_fault(path: Path) -> str:
 def file_fault(path: Path) -> str:
     """Of a configuration of DeepSpeed, or a list of hosts."""
     return "" if path.is_file() else "expected a file, found a folder"
-
-
-def output_fault(path: Path) -> str:
-    """Of the folder where everything goes, which need not exist yet."""
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        return f"expected a folder, found the file {nearest}"
-    return "" if os.access(nearest, os.W_OK) else f"expected a folder that can be written, which {nearest} cannot"

@@ -67,6 +67,7 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     python = environment.get("PYTHON_BIN") or ".venv/bin/python"
     if flags.value("report_to") == "auto":
         flags = flags.with_value("report_to", tracker(python))
+    one_of("LIGER", flags.value("use_liger_kernel") or "False", ("auto", "True", "False", "1", "0"))
     devices = resolve_devices(environment)
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
     batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
@@ -88,11 +89,11 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
 def missing_deepspeed(environment: Mapping[str, str], flags: Flags, launch: Launch) -> Iterator[Input]:
     """The package DeepSpeed, where the run needs it and the caller's own environment, a wheel's too, lacks it."""
     python = environment.get("LLAVA_PYTHON", "")  # without it scripts/setup.sh installs the package
-    lacks = "from importlib.util import find_spec; print(find_spec('deepspeed') is None)"
-    needs = flags.value("deepspeed") or launch.launcher == "deepspeed"
-    if python and needs and output_of(python, lacks) == "True":
-        advice = f"{python} -m pip install deepspeed; or, on one device, set DEEPSPEED_CONFIG="
-        yield Input(MISSING, "DEEPSPEED", "the package is not installed", advice)
+    if python and (flags.value("deepspeed") or launch.launcher == "deepspeed"):
+        lacks = "from importlib.util import find_spec; print(find_spec('deepspeed') is None)"
+        if subprocess.run([python, "-c", lacks], capture_output=True, text=True).stdout.strip() == "True":
+            advice = f"{python} -m pip install deepspeed; or, on one device, set DEEPSPEED_CONFIG="
+            yield Input(MISSING, "DEEPSPEED", "the package is not installed", advice)
 
 
 def tracker(python: str) -> str:
@@ -139,32 +140,11 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
         ("deepspeed", zero or "none"),
-        ("layers' kernels", kernels(plan)),
+        ("Liger's kernels", value("use_liger_kernel")),
         ("reports to", value("report_to")),
         ("output", value("output_dir")),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def kernels(plan: Plan) -> str:
-    """What the language model's layers will run on, and why; the trainer, which sees the model, has the last word."""
-    choice = plan.flags.value("use_liger_kernel") or "False"
-    if one_of("LIGER", choice, ("auto", "True", "False", "1", "0")) != "auto":
-        return "Liger's" if is_on(choice) else "PyTorch's"
-    if not plan.devices.on_gpu:
-        return "PyTorch's (LIGER=auto: no GPU)"
-    code = "from importlib.metadata import version; print(version('liger-kernel'))"
-    if version := output_of(plan.python, code):
-        return f"Liger's {version} where it knows the model, else PyTorch's (LIGER=auto)"
-    return f"PyTorch's (LIGER=auto: {plan.python} has no liger-kernel; EXTRAS=liger bash scripts/setup.sh adds it)"
-
-
-def output_of(python: str, code: str) -> str:
-    """What an interpreter prints when it runs `code`, or an empty text."""
-    try:
-        return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
 
 
 def command_text(plan: Plan, entry: str, indent: str = "") -> str:
@@ -196,7 +176,6 @@ def as_json(plan: Plan) -> str:
         "devices": vars(plan.devices),
         "batch": dict(zip(("per_device", "accumulation", "global"), sizes, strict=True)),
         "launcher": plan.launch.launcher,
-        "kernels": kernels(plan),
         "environment": plan.launch.environment,
         "command": plan.command(),
         "flags": plan.flags.values(),

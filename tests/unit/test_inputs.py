@@ -60,7 +60,7 @@ def test_inputs_that_are_what_they_should_be_are_found(inputs):
 def make_wrong(folder: Path, name: str) -> str:
     """Makes what a user may give by mistake for the variable `name`; returns its path."""
     path = folder / "wrong"
-    if name in ("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "PRETRAIN_ADAPTER"):
+    if name in ("MODEL_PATH", "VISION_TOWER", "PRETRAIN_ADAPTER"):
         path.mkdir()
         (path / "a.png").touch()
     else:
@@ -73,10 +73,9 @@ def make_wrong(folder: Path, name: str) -> str:
     [
         ("MODEL_PATH", "model", "expected a model's folder, found no config.json in it"),
         ("VISION_TOWER", "vision tower", "expected a model's folder, found no config.json in it"),
-        ("DATA_PATH", "data", "expected records, found a folder without .json, .jsonl, .parquet"),
+        ("DATA_PATH", "data", "expected a file that ends in .json, .jsonl, .parquet"),
         ("IMAGE_FOLDER", "images", "expected a folder or a zip file, found another file"),
         ("PRETRAIN_ADAPTER", "adapter", "expected mm_projector.bin, found a folder without it"),
-        ("OUTPUT_DIR", "output", "expected a folder, found the file"),
     ],
 )
 def test_a_path_that_is_something_else_is_named_as_what_it_is(inputs, tmp_path, name, what, problem):

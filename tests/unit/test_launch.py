@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from llava.launch import supervise
 from llava.launch.command import preloads, resolve_launch, wheels_mimalloc
-from llava.launch.devices import Devices, resolve_batch, resolve_devices, shared_memory_note
+from llava.launch.devices import Devices, resolve_batch, resolve_devices
 from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal, parse_flags
@@ -110,7 +109,7 @@ def test_visible_devices_are_counted():
 
 def test_a_node_to_which_slurm_gave_fewer_gpus_is_named():
     assert resolve_devices({"NUM_GPUS": "4", "SLURM_GPUS_ON_NODE": "8"}).total == 4
-    with pytest.raises(Refusal, match=r"^NUM_GPUS=8, but SLURM gave .* SLURM_GPUS_ON_NODE=4; "):
+    with pytest.raises(Refusal, match=r"^NUM_GPUS=8: SLURM gave this node SLURM_GPUS_ON_NODE=4; "):
         resolve_devices({"NUM_GPUS": "8", "SLURM_GPUS_ON_NODE": "4"})
 
 
@@ -150,16 +149,6 @@ def test_a_processor_is_named_with_its_instructions(tmp_path, flags, name):
     (tmp_path / "cpuinfo").write_text(2 * core)
     assert processor(tmp_path / "cpuinfo") == name
     assert processor(tmp_path / "missing")
-
-
-def test_shared_memory_that_is_small_for_the_loader_processes_is_reported(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
-    assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB for the batches of 8 x 4 loader processes")
-    assert "--shm-size" in shared_memory_note(1, 1) and not shared_memory_note(8, 0)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=16 * 2**30))
-    assert not shared_memory_note(8, 4)
-    monkeypatch.undo()
-    assert not shared_memory_note(8, 4, "/no/such/folder")
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------
