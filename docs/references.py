@@ -37,15 +37,14 @@ def flags() -> str:
 
 def variables() -> str:
     """The variables of the training scripts in tables."""
-    from llava.launch.settings import FLAG_VARIABLES, VARIABLES, script_flags
+    from llava.launch.settings import VARIABLES, script_flags
 
     lines = []
     for group, meanings in VARIABLES.items():
         lines += ["", f"## {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
         lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
-    flag_of = script_flags("finetune")
     lines += ["", "## Flags as variables", "", "| variable | [flag](flags.md) |", "|---|---|"]
-    lines += [f"| {name_cell(name)} | `--{flag_of[name]}` |" for name in FLAG_VARIABLES]
+    lines += [f"| {name_cell(name)} | `--{flag}` |" for name, flag in script_flags("finetune").items()]
     return "\n".join(lines)
 
 

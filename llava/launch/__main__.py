@@ -1,8 +1,7 @@
 """Starts training on any number of devices and nodes: `python3 -m llava.launch llava/train/train_mem.py FLAGS`.
 
-scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's; the last value of a
-flag counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and inputs are
-printed before anything starts. Until training starts, nothing but Python 3.11 is needed.
+scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's. Batch arithmetic,
+launcher and precision follow from the devices. Until training starts, nothing but Python 3.11 is needed.
 
 Exit status: 0, 2 for a refused setting or an input that is missing (of a dry run too), 85 where a signal ended the run
 after a save (start it again), 130 after a second Ctrl-C, or else the launcher's.
@@ -44,11 +43,7 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
 
 
 def start(plan: Plan, environment: Mapping[str, str]) -> int:
-    """Prepares the environment, writes the command into the output folder, trains, and returns the exit status.
-
-    Raises:
-        Refusal: the output folder cannot be written.
-    """
+    """Prepares the environment, writes the command into the output folder, trains, and returns the exit status."""
     subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
     first_node = node_rank(environment) in ("", "0")
     entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry

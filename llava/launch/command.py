@@ -42,11 +42,7 @@ class Launch:
 def resolve_launch(
     environment: Mapping[str, str], devices: Devices, deepspeed: str, run_name: str, python: str, cores: int
 ) -> Launch:
-    """How the trainer is started with `python`, on a node with `cores` cores; `deepspeed` is a configuration or empty.
-
-    Raises:
-        Refusal: variables contradict each other.
-    """
+    """How `python` starts the trainer on `cores` cores; raises Refusal where variables contradict each other."""
     restarts = whole_number("MAX_RESTARTS", environment.get("MAX_RESTARTS") or "0", 0)
     launcher = choose_launcher(environment, devices, deepspeed, restarts)
     if not devices.on_gpu and devices.total > 1 and not deepspeed:
@@ -55,8 +51,12 @@ def resolve_launch(
             f"{devices.total} CPU ranks need DeepSpeed; set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}, "
             "or CPU_RANKS=1"
         )
+    if launcher == "python" and (devices.total > 1 or deepspeed):
+        raise Refusal(
+            f"LAUNCHER=python starts one process without DeepSpeed, not {devices.settings} with {deepspeed!r}"
+        )
     words = {
-        "python": lambda: python_words(devices, deepspeed),
+        "python": list,
         "deepspeed": lambda: deepspeed_words(environment, devices),
         "torchrun": lambda: torchrun_words(environment, devices, restarts, run_name),
     }[launcher]()
@@ -64,17 +64,11 @@ def resolve_launch(
 
 
 def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed: str, restarts: int) -> str:
-    """LAUNCHER, or the one that fits.
-
-    Raises:
-        Refusal: there is no such launcher, or MAX_RESTARTS needs another one.
-    """
+    """LAUNCHER, or the one that fits; raises Refusal where there is none such, or MAX_RESTARTS needs another one."""
     chosen = one_of("LAUNCHER", environment.get("LAUNCHER") or "auto", LAUNCHERS)
     hostfile = environment.get("HOSTFILE")
     if restarts and (hostfile or chosen not in ("auto", "torchrun")):
-        raise Refusal(
-            f"MAX_RESTARTS={restarts} needs LAUNCHER=torchrun and no HOSTFILE: other launchers start a rank only once"
-        )
+        raise Refusal(f"MAX_RESTARTS={restarts} needs LAUNCHER=torchrun and no HOSTFILE: others start a rank only once")
     if chosen != "auto":
         return chosen
     if restarts or (devices.nodes > 1 and not hostfile):
@@ -103,15 +97,6 @@ def added_environment(
     if restarts:  # the store that torchrun shares with its ranks has addresses of dead ones (pytorch#135712)
         added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return added
-
-
-def python_words(devices: Devices, deepspeed: str) -> list[str]:
-    """One plain process."""
-    if devices.total != 1:
-        raise Refusal(f"LAUNCHER=python runs one process, not {devices.settings}")
-    if deepspeed:
-        raise Refusal("LAUNCHER=python cannot start DeepSpeed; set DEEPSPEED_CONFIG= or LAUNCHER=deepspeed")
-    return []
 
 
 def deepspeed_words(environment: Mapping[str, str], devices: Devices) -> list[str]:
@@ -153,11 +138,7 @@ def torchrun_words(environment: Mapping[str, str], devices: Devices, restarts: i
 
 
 def node_rank(environment: Mapping[str, str]) -> str:
-    """The number of this node that NODE_RANK or SLURM gives; empty where neither does.
-
-    Raises:
-        Refusal: NODE_RANK is not a number.
-    """
+    """The number of this node that NODE_RANK or SLURM gives; empty where neither does."""
     number = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ""
     return str(whole_number("NODE_RANK", number, 0)) if number else ""
 
@@ -168,10 +149,9 @@ def deepspeed_configs() -> str:
 
 
 def preloads(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """The variables that put an installed allocator in glibc's place; empty without one, or where the user chose.
+    """The variables that put an allocator, of the system or of `python`'s environment, in glibc's place.
 
-    Args:
-        python: the interpreter that will run, whose environment may have the allocator's wheel.
+    Empty without one, or where the user chose.
     """
     if "LD_PRELOAD" in environment:
         return {}

@@ -40,11 +40,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def resolve_devices(environment: Mapping[str, str]) -> Devices:
-    """The devices that the variables ask for, or else those that are here.
-
-    Raises:
-        Refusal: a count is not a number, the hostfile gives none, or SLURM gave this node fewer GPUs.
-    """
+    """The devices that the variables ask for, or else those that are here; raises Refusal where they cannot be."""
     nodes, gpus = environment.get("NNODES", ""), environment.get("NUM_GPUS", "")
     if hostfile := environment.get("HOSTFILE", ""):
         nodes, gpus = read_hostfile(hostfile, nodes, gpus)
@@ -60,18 +56,13 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
 
 
 def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]:
-    """Nodes and GPUs per node from lines like `host slots=8`; a count that is not empty stays as it is.
-
-    Raises:
-        Refusal: there is no such file or line, or hosts have different slots.
-    """
+    """Nodes and GPUs per node from lines like `host slots=8`; a count that is not empty stays as it is."""
     if nodes and gpus:
         return nodes, gpus  # a missing file is listed with the inputs
-    if not Path(name).is_file():
-        raise Refusal(f"HOSTFILE={name} does not exist; give a file with lines 'host slots=8'")
-    slots = re.findall(r"^[^#\n]*\sslots=(\d+)", Path(name).read_text(), re.MULTILINE)
+    text = Path(name).read_text() if Path(name).is_file() else ""
+    slots = re.findall(r"^[^#\n]*\sslots=(\d+)", text, re.MULTILINE)
     if not slots:
-        raise Refusal(f"HOSTFILE={name} has no line 'host slots=8'")
+        raise Refusal(f"HOSTFILE={name} is not a file with lines 'host slots=8'")
     if not gpus and len(set(slots)) > 1:
         raise Refusal(f"HOSTFILE={name} has hosts with different slots; set NUM_GPUS to what each node should use")
     return nodes or str(len(slots)), gpus or slots[0]
@@ -130,14 +121,7 @@ class Batch:
 def resolve_batch(devices: Devices, global_batch: str, per_device: str, accumulation: str = "") -> Batch:
     """The batch; where `accumulation` is given it decides, and the global batch follows.
 
-    Args:
-        devices: the devices that share the global batch.
-        global_batch: samples of an optimizer step over all devices.
-        per_device: samples of a device's micro-batch, or `auto` for a device's whole share at once.
-        accumulation: micro-batches of a step; empty computes it.
-
-    Raises:
-        Refusal: one of them is not a number, or the global batch does not divide; the message lists what would.
+    `per_device` may be `auto`, a device's whole share at once. Raises Refusal where the global batch does not divide.
     """
     total = whole_number("GLOBAL_BATCH", global_batch, 1)
     if accumulation:

@@ -23,20 +23,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)
 
 @dataclass(frozen=True)
 class Input:
-    """One input and its state; `hint` says what to do where it is missing or gated, and what a wrong one should be.
-
-    States: `found`, `hub`, `MISSING`, or `WRONG` for a path that exists and is something else.
-    """
+    """One input and its state; `hint` says what to do where it is missing or gated, and what a wrong one should be."""
 
     state: str
     what: str
     value: str
     hint: str = ""
-
-    @property
-    def is_problem(self) -> bool:
-        """Whether the run cannot start with it."""
-        return self.state in (MISSING, WRONG)
 
 
 def check_inputs(environment: Mapping[str, str], flags: Flags, devices: Devices, launch: Launch) -> list[Input]:
@@ -82,22 +74,17 @@ def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Lau
         yield Input(MISSING, "NODE_RANK", NOT_SET, "set it to 0 on the first node, 1 on the next, ...")
 
 
-def _state(what: str, path: str, hint: str, caller: str, fault: Callable[[Path], str]) -> Input:
-    """The state of a file, a folder, records on the hub or a pattern of files, or a model of the hub.
-
-    Args:
-        caller: the folder that the script was called from.
-        fault: what is wrong with a path that exists, or an empty text.
-    """
+def _state(what: str, path: str, hint: str, caller: str, fault: Callable[[Path], str] | None) -> Input:
+    """The state of a path, a pattern, or a name on the hub; `fault` says what is wrong with a path that exists."""
     may_be_on_hub = fault is model_fault
     if path.startswith("hf:"):
         path, hint = (
             re.split(r"[:\[]", path.removeprefix("hf:"))[0],
             "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]",
         )
-        may_be_on_hub, fault = True, _no_fault
+        may_be_on_hub, fault = True, None
     if Path(path).exists():
-        wrong = fault(Path(path))
+        wrong = fault(Path(path)) if fault else ""
         return Input(WRONG if wrong else FOUND, what, path, wrong)
     if fault is records_fault and glob(path, recursive=True):
         return Input(FOUND, what, path)
@@ -113,10 +100,6 @@ def _state(what: str, path: str, hint: str, caller: str, fault: Callable[[Path],
 
 
 # What is wrong with a path that exists, or an empty text: what a glance tells. Contents are the trainer's to check.
-
-
-def _no_fault(path: Path) -> str:
-    return ""
 
 
 def model_fault(path: Path) -> str:

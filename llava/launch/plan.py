@@ -17,11 +17,9 @@ from llava.launch.devices import (
     resolve_batch,
     resolve_devices,
 )
-from llava.launch.inputs import HUB, MISSING, Input, check_inputs
+from llava.launch.inputs import MISSING, WRONG, Input, check_inputs
 from llava.launch.settings import Flags, Refusal, is_on, one_of, parse_flags
 from llava.utils.paths import shipped
-
-ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Plan:
     @property
     def problems(self) -> list[Input]:
         """The inputs with which the run cannot start."""
-        return [each for each in self.inputs if each.is_problem]
+        return [each for each in self.inputs if each.state in (MISSING, WRONG)]
 
     def command(self, entry: str = "") -> list[str]:
         """The whole command as words."""
@@ -53,11 +51,7 @@ class Plan:
 
 
 def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
-    """The run of `entry` with the flags `words` on a machine with `cores` cores; the last flag of a name counts.
-
-    Raises:
-        Refusal: a variable or flag cannot be used.
-    """
+    """The run of `entry` with the flags `words` on `cores` cores; raises Refusal for a setting that cannot be used."""
     flags = parse_flags(words)
     output_dir = flags.value("output_dir")
     if not output_dir:
@@ -66,7 +60,8 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
         flags = flags.with_value("deepspeed", shipped(flags.value("deepspeed")))
     python = environment.get("PYTHON_BIN") or ".venv/bin/python"
     if flags.value("report_to") == "auto":
-        flags = flags.with_value("report_to", tracker(python))
+        lacks_it = Path(python) == Path(sys.executable) and not any(map(find_spec, ("tensorboard", "tensorboardX")))
+        flags = flags.with_value("report_to", "none" if lacks_it else "tensorboard")
     one_of("LIGER", flags.value("use_liger_kernel") or "False", ("auto", "True", "False", "1", "0"))
     devices = resolve_devices(environment)
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
@@ -77,9 +72,12 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
         flags = flags.with_value("length_group_window", str(window))
     run_name = environment.get("RUN_NAME") or Path(output_dir).name
     bf16 = "False" if is_on(flags.value("fp16")) else str(devices.on_gpu or has_bf16_instructions())
-    tf32 = str(devices.on_gpu)
-    added = (str(batch.accumulation), environment.get("BF16") or bf16, environment.get("TF32") or tf32, run_name)
-    flags = flags.before(**dict(zip(ADDED, added, strict=True)))
+    flags = flags.before(
+        gradient_accumulation_steps=str(batch.accumulation),
+        bf16=environment.get("BF16") or bf16,
+        tf32=environment.get("TF32") or str(devices.on_gpu),
+        run_name=run_name,
+    )
     launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
     inputs = [*missing_deepspeed(environment, flags, launch), *check_inputs(environment, flags, devices, launch)]
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
@@ -94,12 +92,6 @@ def missing_deepspeed(environment: Mapping[str, str], flags: Flags, launch: Laun
         if subprocess.run([python, "-c", lacks], capture_output=True, text=True).stdout.strip() == "True":
             advice = f"{python} -m pip install deepspeed; or, on one device, set DEEPSPEED_CONFIG="
             yield Input(MISSING, "DEEPSPEED", "the package is not installed", advice)
-
-
-def tracker(python: str) -> str:
-    """What `--report_to auto` means: tensorboard, or none where this very interpreter trains and does not have it."""
-    lacks_it = not any(map(find_spec, ("tensorboard", "tensorboardX")))
-    return "none" if Path(python) == Path(sys.executable) and lacks_it else "tensorboard"
 
 
 def configuration(plan: Plan) -> list[tuple[str, str]]:
@@ -160,7 +152,7 @@ def show(plan: Plan) -> str:
     lines += ["command", command_text(plan, plan.entry, indent="  "), "inputs"]
     for each in plan.inputs:
         lines.append(f"  {each.state:<8} {each.what:<14} {each.value}")
-        if each.hint and (each.is_problem or each.state == HUB):
+        if each.hint:
             lines.append(f"  {'':<8} {'':<14} -> {each.hint}")
     if any(each.state == MISSING for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,17 +49,16 @@ VARIABLES: dict[str, dict[str, str]] = {
         "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev, and liger with CUDA's PyTorch)",
     },
 }
-_FLAG_VARIABLES = """
-    PLUGINS PROJECTOR NORM NORM_INIT NORM_LEARNABLE MODEL_PATH VISION_TOWER PROMPT_VERSION PRETRAIN_ADAPTER
-    TUNABLE_PARTS LORA_MODULES LORA_R LORA_ALPHA DATA_PATH IMAGE_FOLDER IMAGE_ASPECT_RATIO IMAGE_GRID_PINPOINTS
-    MM_PATCH_MERGE_TYPE EVAL_DATA_PATH EVAL_IMAGE_FOLDER EVAL_TASKS EVAL_TASKS_DIR EVAL_STEPS EVAL_GENERATE
-    EVAL_ON_START LABEL_MASKING MODEL_MAX_LENGTH GROUP_BY_MODALITY_LENGTH NUM_WORKERS MAX_TOKENS_PER_MICRO_BATCH EPOCHS
-    MAX_STEPS LEARNING_RATE PROJECTOR_LR VISION_TOWER_LR WARMUP_RATIO OPTIM SEED ATTN_IMPLEMENTATION LIGER
-    ACTIVATION_CHECKPOINTING OUTPUT_DIR SAVE_STRATEGY SAVE_STEPS SAVE_TOTAL_LIMIT
-"""
-FLAG_VARIABLES = tuple(_FLAG_VARIABLES.split())
-"""Variables that the scripts hand on as a flag of the trainer's, which has their meaning."""
-NAMES = frozenset(name for group in VARIABLES.values() for name in group).union(FLAG_VARIABLES)
+
+
+@cache
+def script_flags(stage: str) -> dict[str, str]:
+    """The trainer's flag that each variable becomes, as the scripts write it."""
+    texts = [(ROOT / f"scripts/{name}.sh").read_text() for name in (stage, "lib")]
+    return {name: flag for text in texts for flag, name in re.findall(r'--(\w+) "\$\{?([A-Z]\w+)', text)}
+
+
+NAMES = frozenset(name for group in VARIABLES.values() for name in group).union(script_flags("finetune"))
 STAGES = {
     "pretrain": "Stage 1, feature alignment: trains the projector and its norm; the rest stays frozen.",
     "finetune": "Stage 2, full instruction tuning: trains language model, projector with its norm, and vision tower. "
@@ -87,35 +86,22 @@ def is_on(value: str) -> bool:
 
 
 def whole_number(name: str, value: str, smallest: int) -> int:
-    """`value` as a whole number of at least `smallest`.
-
-    Raises:
-        Refusal: it is not a whole number, or too small; the message calls it `name`.
-    """
+    """`value` as a whole number; raises Refusal that names it `name` where it is none, or below `smallest`."""
     plain = value.isascii() and value.isdecimal() and (value == "0" or not value.startswith("0")) and len(value) < 10
     if not plain or int(value) < smallest:
         raise Refusal(f"{name}={value} is not a whole number of at least {smallest}")
     return int(value)
 
 
-def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
-    """`value`, which must be one of `allowed`.
-
-    Raises:
-        Refusal: it is not; the message calls it `name` and lists what is allowed.
-    """
-    allowed = list(allowed)
+def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    """`value`; raises Refusal that names it `name` and lists what is `allowed` where it is not one of them."""
     if value not in allowed:
         raise Refusal(f"{name}={value} is not one of: {' '.join(allowed)}")
     return value
 
 
 def refuse_misspelt(environment: Mapping[str, str]) -> None:
-    """Refuses a variable that no script reads and whose name is nearly one that a script reads, such as NORMS.
-
-    Raises:
-        Refusal: there is one.
-    """
+    """Raises Refusal for a variable that no script reads and whose name is nearly that of one, such as NORMS."""
     known = NAMES.union(OTHERS.split())
     for name in sorted(environment.keys() - known):
         if name.upper() not in _FOREIGN.split() and (meant := nearest_name(name, known - {"PYTHON"})):
@@ -146,16 +132,8 @@ def help_text(environment: Mapping[str, str], flags: Mapping[str, str]) -> str:
         lines.append("")
     lines.append("flags of the trainer as variables:")
     values = {name: f" [{flags.get(flag) or 'empty'}]" if stage else "" for name, flag in names.items()}
-    lines += [f"  {name:<26} --{names[name]}{values[name]}" for name in FLAG_VARIABLES if name in names]
+    lines += [f"  {name:<26} --{names[name]}{value}" for name, value in values.items()]
     return "\n".join(lines)
-
-
-@cache
-def script_flags(stage: str) -> dict[str, str]:
-    """The trainer's flag that each variable becomes, as the scripts write it."""
-    texts = ((ROOT / f"scripts/{name}.sh").read_text() for name in ((stage, "lib") if stage else ()))
-    pairs = (pair for text in texts for pair in re.findall(r'--(\w+) "\$\{?(\w+)', text))
-    return {name: flag for flag, name in pairs if name in NAMES}
 
 
 # --- the trainer's flags: each name once, the last one given wins ---
@@ -191,11 +169,7 @@ class Flags:
 
 
 def parse_flags(words: Sequence[str]) -> Flags:
-    """The flags in `words`; an empty value leaves the flag out, whatever was given before it.
-
-    Raises:
-        Refusal: a word belongs to no flag.
-    """
+    """The flags in `words`; an empty value leaves the flag out. Raises Refusal for a word that belongs to no flag."""
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:

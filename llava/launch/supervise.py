@@ -38,12 +38,7 @@ LONGEST_BUILD = 300.0  # seconds; building an op of DeepSpeed's takes one or two
 def supervise(
     command: Sequence[str], environment: Mapping[str, str], output_dir: Path, *, first_node: bool, alone: bool
 ) -> int:
-    """Runs the launcher's command to its end; returns the code to exit with.
-
-    Args:
-        first_node: whether this is the first node, which removes reports of earlier starts.
-        alone: the launcher is itself the only rank.
-    """
+    """Runs the launcher's command to its end; returns the code to exit with. The first node removes older reports."""
     if first_node:
         shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
     release_left()
@@ -52,12 +47,9 @@ def supervise(
 
 
 class Supervisor:
-    """One launcher with its ranks on this node.
+    """One launcher with its ranks on this node; `alone`: the launcher is itself the only rank.
 
-    Args:
-        output_dir: the run's output folder; the ranks' reports are below it.
-        run_dir: where the ranks of this node write their process ids, and ask for another start.
-        alone: the launcher is itself the only rank.
+    The ranks' reports are below `output_dir`; in `run_dir` they leave their process ids, and ask for another start.
     """
 
     def __init__(self, output_dir: Path, run_dir: Path, alone: bool):

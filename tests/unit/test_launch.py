@@ -225,8 +225,8 @@ def test_ranks_share_the_nodes_cores_unless_the_user_sets_threads(variables):
     ("variables", "message"),
     [
         ({"LAUNCHER": "nonsense"}, "LAUNCHER=nonsense is not one of: auto python deepspeed torchrun"),
-        ({"LAUNCHER": "python"}, "one process, not NNODES=1 x NUM_GPUS=8"),
-        ({"LAUNCHER": "python", "NUM_GPUS": 1}, "cannot start DeepSpeed"),
+        ({"LAUNCHER": "python"}, "one process without DeepSpeed, not NNODES=1 x NUM_GPUS=8"),
+        ({"LAUNCHER": "python", "NUM_GPUS": 1}, "one process without DeepSpeed, not .* with 'zero3.json'"),
         ({"LAUNCHER": "deepspeed", "NNODES": 2}, "needs HOSTFILE"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_gated_model_is_named_with_the_command_that_logs_in(name, gated):
     devices = Devices(1, 1, True)
     launch = resolve_launch({}, devices, "", "name", "python", 1)
     (model,) = check_inputs({}, parse_flags(["--model_name_or_path", name, "--output_dir", "x"]), devices, launch)
-    assert (model.state, model.is_problem) == ("hub", False)
+    assert model.state == "hub"
     accept = f"gated: accept its licence at https://huggingface.co/{name}"
     assert model.hint == (f"{accept}, then log in: hf auth login (or set HF_TOKEN)" if gated else "")
 
