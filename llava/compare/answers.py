@@ -41,7 +41,8 @@ SOURCES = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
 """The source files that may decide the answers and their scores."""
 RECORDS = "heldout.json"
 SHORTEST = 8  # tokens that every answer may have
-Record = Mapping[str, Any]
+Question = Mapping[str, Any]
+"""A held-out record of a prepared set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +98,7 @@ def held_out(data: Path) -> list[dict[str, Any]]:
     return json.loads((data / RECORDS).read_text(encoding="utf-8"))
 
 
-def expected_answer(record: Record) -> str:
+def expected_answer(record: Question) -> str:
     return record["conversations"][1]["value"]
 
 
@@ -160,7 +161,7 @@ def is_current(folder: Path, now: Results, content: str) -> bool:
 
 
 def scored(
-    records: Sequence[Record], said: Sequence[tuple[str, float]], seconds: float, content: str
+    records: Sequence[Question], said: Sequence[tuple[str, float]], seconds: float, content: str
 ) -> dict[str, TaskResult]:
     """A task for every kind of question, from what `answers_under` gives; `content` identifies the questions."""
     samples: dict[str, list[Answered]] = {}
@@ -196,7 +197,7 @@ def fastest_dtype() -> str | None:
 
 
 def answers_under(
-    control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int
+    control: str, assistant: Any, records: Sequence[Question], images: Path, batch_size: int
 ) -> list[tuple[str, float]]:
     """The greedy answer to every record's first question, with its picture changed by the control.
 
@@ -215,7 +216,7 @@ def answers_under(
         image = store.open(file)
         return Image.new("RGB", image.size, GREY) if control == BLANK else image
 
-    def question(record: Record) -> Asked:
+    def question(record: Question) -> Asked:
         (turn,) = record["conversations"][:1]
         if control == TEXT_ONLY:
             return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
@@ -252,7 +253,7 @@ def reordered(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def longest_answer(records: Sequence[Record], tokenizer: Any) -> int:
+def longest_answer(records: Sequence[Question], tokenizer: Any) -> int:
     """Tokens of the longest expected answer plus one, so that a longer answer is not mistaken for it."""
     expected = tokenizer(list(map(expected_answer, records)))["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))

@@ -75,7 +75,7 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64," + base64.b64encode(content).decode()
 
 
-def differences(stats: Statistics) -> bytes:
+def differences_figure(stats: Statistics) -> bytes:
     """Each arm's difference from the baseline with its interval and its seeds, as SVG.
 
     Of a plan the overall result alone, its primary arms above a line, and its margin as a band.

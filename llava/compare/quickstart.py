@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.compare.answers import RECORDS, UNTOUCHED, Record, held_out
+from llava.compare.answers import RECORDS, UNTOUCHED, Question, held_out
 from llava.compare.engine import DEMO, WHOLE_RUNS, Experiment, at_work, refuse_ignored, show_times
 from llava.compare.record import FILE, add_run, new_record, read_record, write_record
 from llava.compare.report import write_page
@@ -174,7 +174,7 @@ class Quickstart(Experiment):
 
     def examples(self) -> list[dict[str, str]]:
         """Held-out questions about different pictures, at first one of each kind."""
-        chosen: dict[str, Record] = {}
+        chosen: dict[str, Question] = {}
         records = held_out(self.root / self.data)
         for record in records:
             if record["kind"] not in chosen and record["image"] not in {other["image"] for other in chosen.values()}:

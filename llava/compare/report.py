@@ -10,7 +10,6 @@ import hashlib
 import io
 import re
 import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,11 @@ def run(args: argparse.Namespace) -> None:
     """
     record = read_record(args.record)
     if args.against:
-        show_differing(differing(record, read_record(args.against)), args.against)
+        changed = differing(record, read_record(args.against))
+        for name, parts in changed.items():
+            print(f"{name}: {', '.join(parts) or 'every score, log-probability and loss is the same'}")
+        if any(changed.values()):
+            raise ValueError(f"not as in {args.against}; another kind of processor rounds differently")
         return
     plan = read_plan(args.plan) if args.plan else None
     if plan:
@@ -54,18 +57,6 @@ def run(args: argparse.Namespace) -> None:
     folder = args.output_dir or (args.record if args.record.is_dir() else args.record.parent)
     for path in write_page(record, folder, plan):
         print(f"written: {path}")
-
-
-def show_differing(changed: Mapping[str, Sequence[str]], against: Path) -> None:
-    """Prints what the runs of two records differ in.
-
-    Raises:
-        ValueError: some run differs.
-    """
-    for name, parts in changed.items():
-        print(f"{name}: {', '.join(parts) or 'every score, log-probability and loss is the same'}")
-    if differ := [name for name, parts in changed.items() if parts]:
-        raise ValueError(f"{'; '.join(differ)}: not as in {against}; another kind of processor rounds differently")
 
 
 def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str = PAGE) -> list[Path]:
@@ -104,7 +95,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
     }
     if stats and stats.results:
         written.append(folder / f"{Path(page).stem}-differences.svg")
-        written[-1].write_bytes(picture := figures.differences(stats))
+        written[-1].write_bytes(picture := figures.differences_figure(stats))
         drawn["differences"] = figures.data_uri(picture, "svg+xml")
     written[0].write_text(render("page.html.jinja", **context, **drawn), encoding="utf-8")
     written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")

@@ -236,14 +236,14 @@ def run(args: argparse.Namespace) -> None:
         ValueError: wrong flags, or the folder is in use.
         StepError: a step failed.
     """
-    comparison = planned(args) if args.plan else compared(args)
+    comparison = planned_of(args) if args.plan else comparison_of(args)
     refuse_ignored(comparison.every_settings())
     comparison.set_defaults()
     with at_work(comparison.folder) as comparison.lock:
         comparison.work()
 
 
-def compared(args: argparse.Namespace) -> Comparison:
+def comparison_of(args: argparse.Namespace) -> Comparison:
     """The comparison that the flags describe.
 
     Raises:
@@ -262,7 +262,7 @@ def compared(args: argparse.Namespace) -> Comparison:
     return comparison
 
 
-def planned(args: argparse.Namespace) -> Planned:
+def planned_of(args: argparse.Namespace) -> Planned:
     """The study of `--plan`.
 
     Raises:

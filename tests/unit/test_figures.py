@@ -57,8 +57,10 @@ def test_other_models_and_unlisted_variants_take_what_no_arm_has():
 @pytest.mark.slow
 def test_an_arm_has_one_colour_in_all_figures():
     record = read_record(DATA / "study-runs.json")
-    drawn = {"differences": figures.differences(Statistics(record, read_plan(DATA / "study-plan.json"))).decode()}
-    drawn["by task"] = figures.differences(Statistics(record)).decode()
+    drawn = {
+        "differences": figures.differences_figure(Statistics(record, read_plan(DATA / "study-plan.json"))).decode()
+    }
+    drawn["by task"] = figures.differences_figure(Statistics(record)).decode()
     curves = {"norm/llm_input": [[1, 30.0], [2, 30.0]], "loss": [[1, 1.0], [2, 1.0]]}
     stages = {stage: {"steps": 2, "curves": curves} for stage in ("pretrain", "finetune")}
     runs = [{"arm": arm, "stages": stages} for arm in ("none", "gwc_layernorm")]
