@@ -66,6 +66,7 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     manifest = read_manifest(data)
     if manifest is None:
         raise PlaygroundError(f"{data}: no prepared pictures there. Run `python -m playground {settings.data}` first.")
+    # "seconds" is part of how towers are recorded: without it those that are there would be trained again.
     described = {**asdict(settings), "seconds": 0.0, "format": FORMAT, "data_settings": manifest["settings"]}
     return build(root / f"siglip-{settings.data}", "tower", described, partial(train_tower, settings, data), force)
 

@@ -19,11 +19,12 @@ from shell import new_lines, only
 from warm_python import warm_python
 
 from llava.compare import trained_inputs
-from llava.compare.commands import main, parser
+from llava.compare.commands import PACKAGE, SUMMARIES, main
 from llava.compare.published import Published, lacking_space
 from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, OWN_CODE, Reproduction
 from llava.data.prepare import SOURCES
 from llava.launch.settings import NAMES
+from llava.utils.commands import command_parser
 
 GB = 10**9
 OF_PRESETS = ("meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "google/siglip-so400m-patch14-384")
@@ -64,7 +65,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def task_of(*words: str) -> Reproduction:
-    return Reproduction(parser().parse_args(["reproduce", *words]))
+    return Reproduction(command_parser(PACKAGE, None, SUMMARIES, "reproduce").parse_args(["reproduce", *words]))
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item
         assert f"python -m llava.analysis {command} " in shown
     for name in {*of.models} & {*OWN_CODE}:
         assert f"note: {name}: code of its own repository" in shown
-    assert ("bash scripts/evaluate.sh " in shown) == (item == "table4")
+    assert ("llava.eval.evaluate " in shown) == (item == "table4")
     assert not (tmp_path / "out").exists() and not [name for name in hub.received if name.startswith("GET")]
 
 
