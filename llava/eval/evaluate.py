@@ -7,6 +7,7 @@ Every task runs in its own process, so that an interrupted run loses at most one
 import argparse
 import datetime
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 if it refuses its arguments, 1 if a task failed, and 130 after Ctrl-C."""
+    """Runs the command; returns 0, 2 if it refuses, 1 if a task failed, and 130 after Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
     try:

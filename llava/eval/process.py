@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from llava.utils.processes import exiting_on_sigterm, start, tail, wait
+from llava.utils.processes import start, tail, wait
 from llava.utils.progress import EVERY, in_terminal
 
 BAR = re.compile(r"([\w ]+): +(\d+)%\|[^|]*\| *(\S+) \[([^\]]*)\]")
@@ -31,8 +31,7 @@ def run_logged(command: list[str], log: Path, cwd: Path, env: dict[str, str], ti
             text = f"\r  {title}: {line} " if terminal else f"  {title}: {line}\n"
             print(text, end="", file=sys.stderr, flush=True)
 
-    with exiting_on_sigterm():  # the group, since accelerate does not pass signals on
-        code = wait(process, show, EVERY_SECONDS if terminal else EVERY, group=True)
+    code = wait(process, show, EVERY_SECONDS if terminal else EVERY, group=True)  # accelerate passes no signals on
     if terminal and shown:
         print(file=sys.stderr)
     return code

@@ -3,12 +3,11 @@
 Needs Python alone, since the launcher runs before packages are there: `/proc` is read in place of psutil.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -79,16 +78,6 @@ def kill(pid: int, others: Iterable[int] = ()) -> None:
     send_group(pid, signal.SIGKILL)
     for other in rest:
         send(other, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def exiting_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit with a shell's status for it, 143; on the main thread only."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def send(pid: int, number: int) -> bool:

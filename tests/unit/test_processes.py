@@ -12,7 +12,6 @@ import pytest
 from llava.utils.processes import (
     descendants,
     end,
-    exiting_on_sigterm,
     is_running,
     kill,
     last_lines,
@@ -95,14 +94,6 @@ def test_a_process_is_killed_with_others_that_it_did_not_start(tmp_path):
     kill(first.pid, [second.pid])
     assert (first.wait(), second.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
     kill(int(last_lines(tmp_path / "b", 1)[0]))
-
-
-def test_sigterm_becomes_an_exit_with_status_143_and_only_meanwhile():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as exit_, exiting_on_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-    assert exit_.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_process_id_zero_and_zombies_do_not_run():
