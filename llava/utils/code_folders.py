@@ -9,7 +9,7 @@ from pathlib import Path
 
 def user_cache_home() -> Path:
     """The folder in which this user's programs keep what they can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _inductor_folder() -> Path:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from llava.utils.code_folders import user_cache_home
 from llava.utils.files import write_json
 
 _LARGE = 64 << 20  # bytes from which a digest is worth keeping
@@ -27,7 +28,7 @@ _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
 def user_cache(kind: str) -> Path:
     """The folder of this user's derived files of one kind."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava" / kind
+    return user_cache_home() / "llava" / kind
 
 
 def bytes_digest(source: Path) -> str:
