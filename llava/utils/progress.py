@@ -52,22 +52,11 @@ class Progress(tqdm):
         hidden: bool = False,
     ):
         items: Any = of if isinstance(of, Iterable) else None
-        terminal = in_terminal()
-        super().__init__(
-            items,
-            desc,
-            total if isinstance(of, Iterable) else of,
-            file=None if terminal else _Lines(),
-            mininterval=0.1 if terminal else EVERY,
-            delay=0 if terminal else EVERY,
-            miniters=1,
-            smoothing=0,
-            bar_format="{desc}: " + (_BAR if terminal else "") + _COUNT,
-            dynamic_ncols=True,
-            unit=unit,
-            initial=done,
-            disable=hidden,
-        )
+        shown: dict[str, Any] = {"bar_format": "{desc}: " + _BAR + _COUNT, "dynamic_ncols": True}
+        if not in_terminal():
+            shown = {"bar_format": "{desc}: " + _COUNT, "file": _Lines(), "mininterval": EVERY, "delay": EVERY}
+        shown |= {"unit": unit, "initial": done, "disable": hidden, "miniters": 1, "smoothing": 0}
+        super().__init__(items, desc, total if isinstance(of, Iterable) else of, **shown)
 
     def note(self, text: str) -> None:
         """Shows `text`, such as the loss, after the count from now on."""
