@@ -66,8 +66,6 @@ class ProjectorNorm(nn.Module):
         has_bias: whether a bias is added.
         one_gain: whether the gain is a single number instead of D.
         measures_tokens: whether the initial gain depends on the first visual tokens, not on the target alone.
-        contrasts: arms that a study also compares this one with, besides the baseline.
-        doses: multiples of the text norm at the start that a study compares with this arm's usual start.
     """
 
     paper_name: str | None = None
@@ -75,8 +73,6 @@ class ProjectorNorm(nn.Module):
     has_bias = False
     one_gain = False
     measures_tokens = False
-    contrasts: tuple[str, ...] = ()
-    doses: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -130,7 +126,6 @@ class AlignedLayerNorm(ProjectorNorm):
 
     paper_name = "w/ Norm, w/o GWC"
     has_bias = True
-    contrasts = ("layernorm@default", "rmsnorm")
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
@@ -141,8 +136,6 @@ class GlobalWeightCompensatedLayerNorm(AlignedLayerNorm):
 
     paper_name = "w/ Norm, w/ GWC"
     compensated = True
-    contrasts = ("layernorm", "scale")
-    doses = ("0.25x", "4x", "16x")
 
 
 class AlignedRMSNorm(ProjectorNorm):
@@ -157,7 +150,6 @@ class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
     """RMSNorm with an aligned initial gain and global weight compensation."""
 
     compensated = True
-    contrasts = ("rmsnorm",)
 
 
 class UniformScale(ProjectorNorm):
@@ -168,7 +160,6 @@ class UniformScale(ProjectorNorm):
 
     one_gain = True
     measures_tokens = True
-    contrasts = ("scale-fixed", "clip")
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight.to(x.dtype)
@@ -181,7 +172,6 @@ class GlobalWeightCompensatedScale(UniformScale):
     """
 
     compensated = True
-    contrasts = ()
 
 
 class NormClip(ProjectorNorm):
