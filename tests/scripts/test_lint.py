@@ -18,7 +18,7 @@ def lint(tmp_path):
     """A function that runs scripts/lint.sh in a new git repository that holds a few scripts and nothing else."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
-    for name in ("lint", "lib", "help", "setup"):
+    for name in ("lint", "lib", "setup"):
         shutil.copy(ROOT / f"scripts/{name}.sh", scripts)
     (tmp_path / "llava").symlink_to(ROOT / "llava")
     (tmp_path / ".gitignore").write_text("llava\n")

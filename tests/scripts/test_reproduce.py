@@ -14,7 +14,7 @@ import pytest
 import vision_language_models
 from paths import ROOT
 from PIL import Image
-from shell import bash, only
+from shell import only
 
 from llava.analysis.commands import COMMANDS
 from llava.compare.commands import main
@@ -115,11 +115,6 @@ def test_a_dry_run_says_sizes_what_is_missing_and_the_commands(hub, reproduce):
 )
 def test_what_does_not_fit_is_refused(words, message, capsys):
     assert main(["reproduce", *words]) == 2 and message in capsys.readouterr().err
-
-
-def test_a_misspelt_flag_is_refused_at_once():
-    refused = bash("scripts/reproduce.sh", "table1", "--sample", "3")
-    assert refused.returncode == 2 and "--sample is not an option; see --help" in refused.stderr
 
 
 @pytest.mark.slow
