@@ -113,9 +113,7 @@ class Supervisor:
             _say(f"{name}: the run has already ended, only its launcher is still closing{again}")
         else:  # nothing is trained yet
             (self.run_dir / REQUEST).write_text(UNSAVED)
-            _say(
-                f"{name}: no rank of this node trains: stopped before training, nothing is saved; rerun the command{again}"
-            )
+            _say(f"{name}: no rank here trains: stopped before training, nothing is saved; rerun the command{again}")
             send_group(self.launcher.pid, signal.SIGTERM)
 
     def _show_first_error(self, code: int) -> None:
