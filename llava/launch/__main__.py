@@ -36,7 +36,7 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
     as_data, is_dry = environment.get("DRY_RUN") == "json", is_on(environment.get("DRY_RUN", ""))
     print(as_json(plan) if as_data else show(plan), flush=True)
     if is_dry and not as_data:
-        print("dry run: nothing was installed or started")
+        print("dry run: nothing was installed or started", flush=True)
     if plan.problems:
         raise Refusal(f"{len(plan.problems)} input(s) are MISSING or WRONG, see the list above")
     return 0 if is_dry else start(plan, environment)

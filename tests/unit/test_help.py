@@ -55,7 +55,7 @@ def test_every_program_and_its_commands_have_a_help(path, help_of):
         assert len(help_of(path, command)) > 100
 
 
-@pytest.mark.parametrize("script", ["pretrain", "finetune", "compare", "quickstart", "reproduce", "evaluate"])
+@pytest.mark.parametrize("script", ["pretrain", "finetune", "compare", "quickstart", "evaluate"])
 def test_the_help_of_a_script_is_its_python_commands_and_makes_no_environment(script, tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "llava").symlink_to(ROOT / "llava")
