@@ -59,8 +59,8 @@ class Run:
         return (self.folder(stage) / DONE).is_file()
 
     def has_begun(self, stage: str) -> bool:
-        """Whether a step of the stage is logged."""
-        return last_step(self.folder(stage)) is not None
+        """Whether the stage has recorded its start and logged a step."""
+        return (self.folder(stage) / RUN_FILE).is_file() and last_step(self.folder(stage)) is not None
 
     def starts(self, stage: str) -> list[dict[str, Any]]:
         return read_starts(self.folder(stage) / RUN_FILE)
