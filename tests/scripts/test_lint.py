@@ -49,7 +49,7 @@ def test_the_workflow_calls_the_same_scripts_as_everyone():
     jobs = WORKFLOW["jobs"]
     text = {name: " ".join(str(step.get("run", "")) for step in job["steps"]) for name, job in jobs.items()}
     assert "bash .ci/run" in text["test"] and "bash benchmarks/gpu_check.sh" in text["gpu"]
-    oldest = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())[1]
+    oldest = re.search(r'requires-python = ">=([\d.]+)', (ROOT / "pyproject.toml").read_text())[1]
     assert jobs["test"]["strategy"]["matrix"]["python"][0] == oldest
     uses = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in uses)

@@ -14,7 +14,6 @@ from llava.utils.paths import NEEDS_CHECKOUT
 
 pytestmark = pytest.mark.slow
 
-QUICKSTART = ("python", "-m", "playground", "quickstart")
 COMMANDS = ("train", "recipe", "analysis", "compare", "export")
 
 
@@ -43,7 +42,7 @@ def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel)
     inside = {name.removeprefix("llava/recipes/") for name in names if name.startswith("llava/recipes/")}
     presets = {f"scripts/presets/{path.name}" for path in (ROOT / "scripts/presets").glob("*.sh")}
     configs = {f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")}
-    scripts = {f"scripts/{name}.sh" for name in ("pretrain", "finetune", "lib", "help", "setup")}
+    scripts = {f"scripts/{name}.sh" for name in ("pretrain", "finetune", "lib", "setup")}
     assert inside == presets | configs | scripts
     templates = {f"llava/compare/templates/{path.name}" for path in (ROOT / "llava/compare/templates").iterdir()}
     assert templates <= names and "playground/tasks/scenes.yaml" in names
@@ -97,7 +96,6 @@ def test_a_recipe_from_python_is_that_of_the_command(installed):
     assert plan.returncode == 0 and json.loads(plan.stdout) == json.loads(told.stdout), plan.stderr
     code = "from llava import Recipe; Recipe('demo', num_gpus=0).pretrain()"  # without the demo's inputs
     failed = installed("python", "-c", code)
-    assert f"its log: {installed.cwd}/checkpoints/demo-gwc_layernorm-pretrain.log" in failed.stderr
     assert "MISSING" in failed.stdout and "pretrain failed with status 2" in failed.stderr
 
 
@@ -105,7 +103,7 @@ def test_a_recipe_from_python_is_that_of_the_command(installed):
     ("words", "line"),
     [
         (["llava-compare", "run"], f"error: run: {NEEDS_CHECKOUT}\n"),
-        ([*QUICKSTART, "--output-dir", "out"], f"error: quickstart: {NEEDS_CHECKOUT}\n"),
+        (["llava-compare", "quickstart", "--output-dir", "out"], f"error: quickstart: {NEEDS_CHECKOUT}\n"),
         (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
     ],
