@@ -27,7 +27,7 @@ check_format() { if is_on "${FIX:-}"; then "$PYTHON_BIN" -m ruff format .; else 
 check_types() { "$(program pyrefly)" check --python-interpreter-path "$PYTHON_BIN"; } # else it takes what PATH has
 check_shell() { sources '*.sh' '*.sbatch' .ci/run | xargs -0 "$(program shellcheck)" -x; }
 check_files() { # recorded numbers and figures are kept byte for byte, whatever their size
-  local status=0 kept=(':!tests/golden' ':!docs/figures' ':!docs/study*-runs.json' ':!*.png')
+  local status=0 kept=(':!tests/golden' ':!docs/figures' ':!docs/data' ':!*.png')
   sources . "${kept[@]}" | hook end_of_file_fixer || status=1
   sources . "${kept[@]}" | hook trailing_whitespace_fixer || status=1
   sources . "${kept[@]}" | hook check_added_large_files --enforce-all --maxkb=200 || status=1
