@@ -12,6 +12,7 @@ FLAGS = {
     "tower": {
         "data": "prepared picture set to train on",
         "patch_size": "side of a patch in pixels, which is one visual token; 0: 32, for probes 24",
+        "steps": "training steps; 0: 240, for probes 600",
     },
 }
 """By command and setting, the meaning."""

@@ -72,7 +72,9 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
 
 
 def check(settings: Settings) -> None:
-    """Raise `PlaygroundError` for a patch size that does not fit the pictures."""
+    """Raise `PlaygroundError` for a patch size that does not fit the pictures, or steps below zero."""
+    if settings.steps < 0:
+        raise PlaygroundError(f"--steps {settings.steps}: expected a positive number.")
     side, rest = divmod(settings.image_size, settings.patch_size)
     if rest or (settings.data in QUARTERED and side % 2):
         expected = "an even number of patches per side, as quarters are described" if not rest else "a divisor"

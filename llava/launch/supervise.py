@@ -124,11 +124,11 @@ class Supervisor:
             silent = [file for file in self.gone if f"rank{file.stem}" not in reported]
             if silent and (not self.alone or code < 0):  # only its launcher knows how a rank of several ended
                 killed = not self.alone or code == -signal.SIGKILL
-                cause = (
-                    "killed, by hand or because memory ran out" if killed else f"ended by {signal.Signals(-code).name}"
-                )
+                cause = "it was killed, by hand or because memory ran out"
+                if not killed:
+                    cause = f"it was ended by {signal.Signals(-code).name}"
                 where = f"rank {silent[0].stem} on {socket.gethostname()}, process {_process_id(silent[0])}"
-                _say(f"{where}, ended without a message: it was {cause}")
+                _say(f"{where}, ended without a message: {cause}")
                 return
         if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
             text = reports[0].read_text().rstrip()
