@@ -48,16 +48,15 @@ ensure_environment() {
   if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
 
-# Replaces this process by a Python module, in an environment with EXTRAS. Its help needs none.
+# Replaces this process by a Python module, in an environment with EXTRAS. Its help takes the environment as it is.
 run_module() { # module and its words
-  local python=$PYTHON_BIN
   if [[ " ${*:2} " == *" --help "* || " ${*:2} " == *" -h "* ]]; then
-    [ -x "$python" ] || python=$(plain_python) || exit
+    [ -x "$PYTHON_BIN" ] || die "--help needs the environment; make it first: bash scripts/setup.sh"
   else
     export EXTRAS
     ensure_environment
   fi
-  exec "$python" -m "$@"
+  exec "$PYTHON_BIN" -m "$@"
 }
 
 # ---- training: a preset's values, then the flags of every run ----------------------------------------------------------

@@ -64,6 +64,12 @@ def test_the_help_of_a_script_is_its_python_commands_and_makes_no_environment(sc
     assert not (tmp_path / ".venv").exists()
 
 
+def test_help_without_an_environment_says_how_to_make_one(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    told = bash(str(tmp_path / "scripts/compare.sh"), "--help", cwd=tmp_path, LLAVA_PYTHON="")
+    assert told.returncode == 2 and "bash scripts/setup.sh" in told.stderr and "Traceback" not in told.stderr
+
+
 def test_help_keeps_the_lines_of_a_description_and_says_a_default_once():
     parser = Parser(prog="x", description="one\n    two")
     parser.add_argument("--number", default=3, help="how many")
