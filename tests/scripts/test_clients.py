@@ -32,7 +32,8 @@ IMPORTS = {
     "llava.model": "LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM",
     "llava.model.builder": "load_pretrained_model",
     "llava.model.utils": "auto_upgrade",
-    "llava.utils": "build_logger disable_torch_init rank0_print rank_print",
+    "llava.utils": "build_logger disable_torch_init moderation_msg pretty_print_semaphore rank0_print rank_print "
+    "server_error_msg violates_moderation",
 }
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1, "max_new_tokens": 8, "use_cache": True}
 
