@@ -32,7 +32,7 @@ _VARIANTS = {
     "-fixed": (-0.45, "--"),
 }
 """How arms of one norm differ: the share of white in the norm's colour (of black where negative), and the line."""
-_ARM = re.compile(rf"(?P<norm>{'|'.join(NORM_COLOURS)})(?P<variant>(?:_default|@[^/]+?)?(?:-fixed)?)(?:/.*)?")
+_ARM = re.compile(rf"(?P<norm>{'|'.join(NORM_COLOURS)})(?P<variant>(?:@[^/]+?)?(?:-fixed)?)(?:/.*)?")
 STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 200,
@@ -63,7 +63,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     not an arm, take what is left in the figure.
     """
     arms = {name: _ARM.fullmatch(name) for name in names}
-    chosen = {name: (arm["norm"], arm["variant"].replace("_default", "@default")) for name, arm in arms.items() if arm}
+    chosen = {name: (arm["norm"], arm["variant"]) for name, arm in arms.items() if arm}
     norms = {norm for norm, _ in chosen.values()}
     every = [(norm, variant) for variant in _VARIANTS for norm in NORM_COLOURS]
     left = [pair for pair in every if pair not in chosen.values()]
