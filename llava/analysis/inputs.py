@@ -23,7 +23,6 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import IMAGE_KEYS, Record, starts_from
 from llava.data.checks import Image as Place
 from llava.data.errors import DataError, named_by
-from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
 from llava.data.parquet_files import read_rows, turn_columns, with_row_images
@@ -203,7 +202,7 @@ def default_data() -> str:
 def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.suffix in (".json", ".jsonl"):
         return _records(path, args.image_folder or path.parent / "images")
-    if path.suffix in MIXTURES or is_hub_name(str(path)):
+    if path.suffix in MIXTURES:
         return _records(path, args.image_folder)
     if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
         try:

@@ -28,7 +28,6 @@ import yaml
 
 from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
 from llava.data.errors import DataError
-from llava.data.hub_files import is_hub_name
 from llava.data.table import RecordTable, SourceCounts
 
 logger = logging.getLogger(__name__)
@@ -268,8 +267,7 @@ def _entry(path: Path, number: int, entry: object) -> Entry:
     if entry["json_path"].endswith(MIXTURES):
         raise DataError(named, "a mixture in a mixture; name its data sets here instead")
     data_path = ",".join(_place(path, part.strip()) for part in entry["json_path"].split(","))
-    name = entry.get("name") or re.sub(r"\[.*\]$", "", re.split(r"[/:]", entry["json_path"].rstrip("/"))[-1])
-    name = name if entry.get("name") or is_hub_name(entry["json_path"]) else Path(name).stem
+    name = entry.get("name") or Path(entry["json_path"]).stem
     return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
 
 
@@ -290,8 +288,6 @@ def _sampling(named: str, strategy: object) -> Sampling:
 
 def _place(path: Path, name: str) -> str:
     """The path of a name in the file: from the working directory, as in LLaVA-NeXT, or else from the file's folder."""
-    if is_hub_name(name):
-        return name
     beside = str(path.parent / name)
     here, there = (bool(Path(place).exists() or glob(place, recursive=True)) for place in (name, beside))
     if here and there and Path(name).resolve() != Path(beside).resolve():

@@ -112,7 +112,7 @@ def show(args: argparse.Namespace) -> int:
     if size > LARGE_GROUP:
         print(
             f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random; "
-            "python -m llava.data.prepare ... --rewrite_shards makes them small"
+            "docs/data.md writes them again with small ones"
         )
     if args.model_name_or_path:
         print(length_report(args, usable_records(table, manifest, "skip", ""), images))

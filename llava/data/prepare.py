@@ -1,42 +1,38 @@
 """Makes the recipes' data ready: fetches what is missing, checks that it is complete, indexes and preflights it.
 
     python -m llava.data.prepare llava-558k       stage 1: LLaVA-558K, chat JSON and images.zip
-    python -m llava.data.prepare llava-665k       stage 2: LLaVA-1.5's 665,298 records, and the picture sets they name
+    python -m llava.data.prepare llava-665k       stage 2: LLaVA-1.5's 665,298 records, and where their pictures are
     python -m llava.data.prepare llava-next       stage 2: LLaVA-NeXT's 779,289 rows in 250 Parquet shards, or raw JSON
     python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
 
 Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
-continues where it stopped. Nothing is converted: training reads the files as they are; only --rewrite_shards changes
-Parquet files, to give them smaller row groups. Only llava-665k unpacks archives, into the folders that LLaVA expects.
-At the end the variables for scripts/pretrain.sh or scripts/finetune.sh are printed. Exit status 1 if records have
-faults.
+continues where it stopped. Nothing is converted. For llava-665k it says of each picture set where to get it, what is
+there and how many pictures are missing. At the end the variables for scripts/pretrain.sh or scripts/finetune.sh are
+printed. Exit status 1 if records have faults.
 """
 
 import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llava.data.checks import starts_from
+from llava.data.checks import record_images, starts_from
 from llava.data.errors import named_by
-from llava.data.picture_sets import LLAVA_665K, PictureSet, complete
 from llava.data.preflight import add_flags, show
-from llava.data.records import load_records
-from llava.data.row_groups import rewrite_shards
+from llava.data.records import RecordTable, load_records
 from llava.utils.commands import Parser, exit_status
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The files that together make up the data, as patterns below the folder.
+class Files:
+    """The files that together make up the data, below the folder.
 
     Args:
         data: pattern of the records' files.
@@ -51,27 +47,36 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the hub, and the layouts in which it may be on disk; the first is downloaded.
+    """A data set of the hub, and the files in which it may be on disk; the first of `choices` is downloaded.
 
-    `pictures` are the sets that its records name, from elsewhere; the image folder then is the folder itself.
+    `pictures` says, by folder, where its records' pictures come from; the image folder is then the folder itself.
     """
 
     repository: str
     patterns: tuple[str, ...]
-    layouts: tuple[Layout, ...]
+    choices: tuple[Files, ...]
     folder: str
     script: str
     version: str
     records: int
-    pictures: tuple[PictureSet, ...] = ()
+    pictures: tuple[tuple[str, str], ...] = ()
 
 
 LLAVA_NEXT_RECORDS = 779_289
+LLAVA_665K = (
+    ("coco/train2017", "http://images.cocodataset.org/zips/train2017.zip"),
+    ("gqa/images", "https://downloads.cs.stanford.edu/nlp/data/gqa/images.zip"),
+    ("ocr_vqa/images", "https://github.com/haotian-liu/LLaVA#visual-instruction-tuning (a script; save as .jpg)"),
+    ("textvqa/train_images", "https://dl.fbaipublicfiles.com/textvqa/images/train_val_images.zip"),
+    ("vg/VG_100K", "https://cs.stanford.edu/people/rak248/VG_100K_2/images.zip"),
+    ("vg/VG_100K_2", "https://cs.stanford.edu/people/rak248/VG_100K_2/images2.zip"),
+)
+"""The sources that LLaVA's README names for `llava_v1_5_mix665k.json`."""
 SOURCES = {
     "llava-558k": Source(
         "liuhaotian/LLaVA-Pretrain",
         ("blip_laion_cc_sbu_558k.json", "images.zip"),
-        (Layout("blip_laion_cc_sbu_558k.json", ("images.zip", "images")),),
+        (Files("blip_laion_cc_sbu_558k.json", ("images.zip", "images")),),
         "playground/data/LLaVA-Pretrain",
         "pretrain",
         "plain",
@@ -80,7 +85,7 @@ SOURCES = {
     "llava-665k": Source(
         "liuhaotian/LLaVA-Instruct-150K",
         ("llava_v1_5_mix665k.json",),
-        (Layout("llava_v1_5_mix665k.json", (".",)),),
+        (Files("llava_v1_5_mix665k.json", (".",)),),
         "playground/data/LLaVA-Instruct-150K",
         "finetune",
         "v1",
@@ -91,8 +96,8 @@ SOURCES = {
         "lmms-lab/LLaVA-NeXT-Data",
         ("data/*.parquet",),
         (
-            Layout("data/*.parquet", rows=LLAVA_NEXT_RECORDS),
-            Layout("llava_next_raw_format/llava_next_raw_format_processed.json", ("llava_next_raw_format",)),
+            Files("data/*.parquet", rows=LLAVA_NEXT_RECORDS),
+            Files("llava_next_raw_format/llava_next_raw_format_processed.json", ("llava_next_raw_format",)),
         ),
         "playground/data/LLaVA-NeXT-Data",
         "finetune",
@@ -110,12 +115,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data_path", help="folder: records, as the trainer takes them")
     parser.add_argument("--image_folder", help="folder: folder or zip file of the images")
     parser.add_argument("--version", help="conversation template of the planned training; default the stage's")
-    parser.add_argument(
-        "--rewrite_shards",
-        action="store_true",
-        help="rewrite Parquet files whose row groups hold over 64 MiB of images with small ones, in place, same rows "
-        "and order",
-    )
     add_flags(parser, label_masking="upstream")
     args = parser.parse_args(argv)
     work = named_by("--data_path")(prepare)
@@ -142,12 +141,9 @@ def prepare(args: argparse.Namespace) -> int:
         args.data_path, args.image_folder = located(source, folder, args.local_only)
         if source.pictures:
             table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True)
-            complete(source.pictures, table, folder, args.local_only)
+            print("\n".join(picture_sets(source.pictures, table, folder)))
         args.version = args.version or source.version
         scripts = [source.script]
-    if args.rewrite_shards:
-        rewritten = rewrite_shards(args.data_path)
-        print(f"shards    {len(rewritten)} rewritten with small row groups; the others have them already")
     status = show(args)
     variables = f"DATA_PATH={shlex.quote(args.data_path)} IMAGE_FOLDER={shlex.quote(args.image_folder or '')}"
     if args.source == "folder" or args.version != SOURCES[args.source].version:
@@ -159,37 +155,37 @@ def prepare(args: argparse.Namespace) -> int:
 
 def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | None]:
     """`--data_path` and `--image_folder` of a source, which is downloaded to `folder` unless it is complete there."""
-    for layout in source.layouts:
-        if not missing(layout, folder):
-            return _paths(layout, folder)
+    for files in source.choices:
+        if not missing(files, folder):
+            return _paths(files, folder)
     if local_only:
-        faults = "; or ".join(", ".join(missing(layout, folder)) for layout in source.layouts)
+        faults = "; or ".join(", ".join(missing(files, folder)) for files in source.choices)
         where = starts_from(folder)
         raise FileNotFoundError(f"--folder {folder}{where}: missing {faults}; without --local_only they are downloaded")
     download(source, folder)
-    if left := missing(source.layouts[0], folder):
+    if left := missing(source.choices[0], folder):
         raise ValueError(
             f"--folder {folder}: after the download of {source.repository} still missing {', '.join(left)}"
         )
-    return _paths(source.layouts[0], folder)
+    return _paths(source.choices[0], folder)
 
 
-def missing(layout: Layout, folder: Path) -> list[str]:
-    """What a layout lacks in `folder`: files, shards of a numbered set, images.
+def missing(files: Files, folder: Path) -> list[str]:
+    """What `folder` lacks: files, shards of a numbered set, images.
 
     Raises:
         ValueError: a shard is damaged, or the shards are complete and do not hold as many rows as they should.
     """
-    files = sorted(folder.glob(layout.data))
-    if not files:
-        return [layout.data]
-    lacking = _missing_shards(files)
-    if layout.images and not _images(layout, folder):
-        lacking.append(layout.images[0])
-    if layout.rows and not lacking:
-        rows = sum(_rows(file) for file in files)
-        if rows != layout.rows:
-            raise ValueError(f"--folder {folder}: {len(files)} shards hold {rows:,} rows, expected {layout.rows:,}")
+    found = sorted(folder.glob(files.data))
+    if not found:
+        return [files.data]
+    lacking = _missing_shards(found)
+    if files.images and not _images(files, folder):
+        lacking.append(files.images[0])
+    if files.rows and not lacking:
+        rows = sum(_rows(file) for file in found)
+        if rows != files.rows:
+            raise ValueError(f"--folder {folder}: {len(found)} shards hold {rows:,} rows, expected {files.rows:,}")
     return lacking
 
 
@@ -213,7 +209,27 @@ def download(source: Source, folder: Path) -> None:
         ) from error
 
 
-def _missing_shards(files: Sequence[Path]) -> list[str]:
+def picture_sets(sources: tuple[tuple[str, str], ...], table: RecordTable, folder: Path) -> list[str]:
+    """A line for each folder of pictures that records name: how many are there, and where missing ones come from."""
+    named: dict[str, set[str]] = {place: set() for place, _ in sources}
+    malformed = set(table.malformed().tolist())
+    for index in range(len(table)):
+        for image in [] if index in malformed else record_images(table[index]):
+            path = PurePosixPath(str(image))
+            named.setdefault(str(path.parent), set()).add(path.name)
+    lines, origins = [], dict(sources)
+    for place, names in named.items():
+        there = {file.name for file in (folder / place).iterdir()} if (folder / place).is_dir() else set()
+        lacking = sorted(names - there)
+        line = f"pictures  {place}: {len(names) - len(lacking):,} of {len(names):,} there"
+        if lacking:
+            origin = origins.get(place, "a source that is not known here")
+            line += f", {len(lacking):,} missing ({', '.join(lacking[:3])}, ...); put them there from {origin}"
+        lines.append(line)
+    return lines
+
+
+def _missing_shards(files: list[Path]) -> list[str]:
     named = [match for file in files if (match := _SHARD.fullmatch(file.name))]
     there = {(match[1], int(match[2])) for match in named}
     sets = {(match[1], match[3]) for match in named}
@@ -232,13 +248,13 @@ def _rows(shard: Path) -> int:
         raise ValueError(f"{shard}: damaged ({error}); delete it and start the same command again") from error
 
 
-def _images(layout: Layout, folder: Path) -> Path | None:
-    return next((folder / name for name in layout.images if (folder / name).exists()), None)
+def _images(files: Files, folder: Path) -> Path | None:
+    return next((folder / name for name in files.images if (folder / name).exists()), None)
 
 
-def _paths(layout: Layout, folder: Path) -> tuple[str, str | None]:
-    data = folder / layout.data
-    images = _images(layout, folder)
+def _paths(files: Files, folder: Path) -> tuple[str, str | None]:
+    data = folder / files.data
+    images = _images(files, folder)
     return str(data.parent if "*" in data.name else data), None if images is None else str(images)
 
 

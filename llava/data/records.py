@@ -19,7 +19,6 @@ import pyarrow as pa
 from llava.data.cache import cache_folders, cached_file, made_once
 from llava.data.checks import Record, record_images, record_name, starts_from
 from llava.data.errors import DataError
-from llava.data.hub_files import hub_shards, is_hub_name
 from llava.data.json_files import Element, read_elements
 from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_mixture
 from llava.data.parallel import in_processes
@@ -55,8 +54,7 @@ def load_records(
 
     Args:
         data_path: `.json` and `.jsonl` (a list, or one record per line) or `.parquet` files: one, several separated by
-            commas, a pattern, or a folder of either; `hf:` and a data set that the `datasets` library reads; or
-            a mixture of these, a `.yaml` file.
+            commas, a pattern, or a folder of either; or a mixture of these, a `.yaml` file.
         cache_dir: where converted files are kept; by default `.llava_cache` beside each file.
         check: refuse malformed records, and return those of an epoch; False keeps malformed records, with their
             problems, and leaves the epoch to `RecordTable.epoch`.
@@ -82,23 +80,16 @@ def load_records(
     return table.epoch()
 
 
-def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
+def data_files(data_path: str) -> list[Path]:
     """The files that `data_path` names, in order; those of a folder or pattern by name.
-
-    Args:
-        data_path: see `load_records`.
-        cache_dir: where a data set of the hub is kept if it must be written as Parquet first.
 
     Raises:
         DataError: a name has no file, or a file is of another kind; the message says which.
     """
     if mixture := _mixture(data_path):
-        return [file for i in range(len(mixture.entries)) for file in _of_entry(mixture, i, data_files, cache_dir)]
+        return [file for i in range(len(mixture.entries)) for file in _of_entry(mixture, i, data_files)]
     files: list[Path] = []
     for name in filter(None, (part.strip() for part in data_path.split(","))):
-        if is_hub_name(name):
-            files += hub_shards(name, cache_dir)
-            continue
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
         named = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
         if not named:
@@ -133,7 +124,7 @@ def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *option
 
 def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
     """The table of all records that `data_path` names, not checked."""
-    sources = data_files(data_path, cache_dir)
+    sources = data_files(data_path)
     ready = {source: converted for source in sources if (converted := _ready(source, cache_folders(source, cache_dir)))}
     waiting = sorted({source for source in sources if source not in ready})
     # Parquet is always read in other processes: a damaged footer can end the process that reads it.
@@ -158,7 +149,7 @@ def folder_files(folder: Path) -> list[Path]:
         raise DataError(
             folder,
             f"{other} would not be read; unpack or convert it to one of {', '.join(_SUFFIXES)}, or name the files to "
-            "read in place of the folder (what the datasets library saved: hf:FOLDER)",
+            "read in place of the folder (docs/data.md converts what the datasets library saved)",
         )
     if not files:
         example = f"; it has {below[0].relative_to(folder)}" if below else ""

@@ -89,10 +89,7 @@ def signed(text: str) -> str:
 
 def card_metadata(facts: Facts, args: argparse.Namespace) -> tuple[ModelCardData, list[str]]:
     """The card's metadata, and a line for each field that says where it comes from or how to give it."""
-    recorded = {
-        "base_model": card_facts.recorded_bases(facts.stages),
-        "datasets": card_facts.recorded_datasets(facts.stages),
-    }
+    recorded = {"base_model": card_facts.recorded_bases(facts.stages)}
     fields, lines = {}, []
     for name, flag in _METADATA.items():
         by_flag = getattr(args, flag[2:].replace("-", "_"))

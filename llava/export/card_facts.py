@@ -23,7 +23,6 @@ from llava.utils.provenance import RUN_FILE, read_starts
 LANGUAGE_MODEL, VISION_TOWER, DATA = "model_name_or_path", "vision_tower", "data_path"
 WHOLE, LORA, PROJECTOR = "whole", "lora", "projector"
 TOLERANCE = 0.05  # points by which a recorded score may differ from the mean of its questions
-_LOADER_ID = re.compile(r"hf:([^\[\]]+)\[")  # hf:OWNER/NAME[SPLIT]
 _GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
 
 
@@ -173,25 +172,22 @@ def norm_gain(folder: Path) -> float | None:
 # --- what of it may be said -------------------------------------------------------------------------------------------
 
 
-def hub_id(value: object, started_in: Path = Path(), kind: str = "model") -> str | None:
-    """The hub id OWNER/NAME that `value` is, or names as `hf:OWNER/NAME[SPLIT]`; None if this machine's cache lacks it.
+def hub_id(value: object, started_in: Path = Path()) -> str | None:
+    """The hub id OWNER/NAME of a model that `value` is; None if this machine's cache lacks it.
 
     `checkpoints/vicuna` has the same form once its folder is gone, so the form alone says nothing.
 
     Args:
         started_in: the folder that a relative path starts from.
-        kind: `model` or `dataset`.
     """
     text = str(value or "")
-    if match := _LOADER_ID.match(text):
-        text = match[1]
     if text.count("/") != 1 or (started_in / text).exists() or Path(text).exists():
         return None
     try:
         validate_repo_id(text)
     except HFValidationError:
         return None
-    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=text, repo_type=kind), "snapshots")
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=text, repo_type="model"), "snapshots")
     return text if cached.is_dir() else None
 
 
@@ -221,13 +217,6 @@ def recorded_bases(stages: list[Stage]) -> list[str]:
     settings, folder = stages[0].configuration["model"], stages[0].started_in
     bases = [hub_id(settings[flag], folder) for flag in (LANGUAGE_MODEL, VISION_TOWER) if settings.get(flag)]
     return bases if all(bases) else []
-
-
-def recorded_datasets(stages: list[Stage]) -> list[str]:
-    """The data sets of all stages that were read from the hub."""
-    paths = [str(stage.configuration["data"].get(DATA)) for stage in stages]
-    datasets = [hub_id(path, kind="dataset") for path in paths if path.startswith("hf:")]
-    return list(dict.fromkeys(filter(None, datasets)))
 
 
 def changed_flags(stage: Stage) -> dict[str, str]:

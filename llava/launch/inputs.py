@@ -77,12 +77,6 @@ def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Lau
 def _state(what: str, path: str, hint: str, caller: str, fault: Callable[[Path], str] | None) -> Input:
     """The state of a path, a pattern, or a name on the hub; `fault` says what is wrong with a path that exists."""
     may_be_on_hub = fault is model_fault
-    if path.startswith("hf:"):
-        path, hint = (
-            re.split(r"[:\[]", path.removeprefix("hf:"))[0],
-            "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]",
-        )
-        may_be_on_hub, fault = True, None
     if Path(path).exists():
         wrong = fault(Path(path)) if fault else ""
         return Input(WRONG if wrong else FOUND, what, path, wrong)

@@ -128,8 +128,7 @@ class DataFlags:
     data_path: str | None = flag(
         None,
         "Records in LLaVA's form or chat messages: a .json, .jsonl or .parquet file, several separated by commas, a "
-        "pattern, or a folder of either kind; hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT], which the datasets library "
-        "reads; or a .yaml that mixes such data sets (docs/data.md).",
+        "pattern, or a folder of either kind; or a .yaml that mixes such data sets (docs/data.md).",
         identity=False,  # the records' digest decides
     )
     image_folder: str | None = flag(

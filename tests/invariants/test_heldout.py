@@ -9,14 +9,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from data_files import turns, write_varied
+from data_files import write_varied
 from torch.nn.functional import cross_entropy
 from training import LORA, build, flags, losses, training_arguments
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.data.records import load_records
 from llava.train import train as train_module
-from llava.train.heldout import HeldOut, assigned, evaluating, parts_of, source_names, sources_of
+from llava.train.heldout import HeldOut, assigned, evaluating, parts_of, source_names
 from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import REQUEUE_EXIT_CODE
 
@@ -67,14 +66,6 @@ def test_sources_are_named_by_file_or_by_path_if_files_share_a_name(tmp_path):
         (tmp_path / name).write_text("[]")
     paths = [f"{tmp_path}/{name}" for name in ("a/test.json", "b/test.json", "c.json")]
     assert list(source_names(",".join(paths), None).values()) == [paths[0], paths[1], "c"]
-
-
-def test_a_data_set_that_is_written_first_is_reused_from_the_cache(tmp_path):
-    pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/train.jsonl").write_text(json.dumps({"id": "1", "conversations": turns("Hello", "Hi")}))
-    path, cache = f"hf:{tmp_path}/set[train]", str(tmp_path / "cache")
-    assert sources_of(load_records(path, cache_dir=cache), path, cache) == ["set[train]"]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

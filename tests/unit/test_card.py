@@ -175,7 +175,7 @@ def test_a_partial_model_loads_on_its_base_and_is_tagged_as_an_adapter(tmp_path,
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """The hub's cache with a language model, a tower and a set of pictures."""
-    for name in ("models--Qwen--Qwen2.5-7B", "models--owner--tower", "datasets--owner--pictures"):
+    for name in ("models--Qwen--Qwen2.5-7B", "models--owner--tower"):
         (tmp_path / "hub" / name / "snapshots").mkdir(parents=True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
@@ -184,12 +184,10 @@ def test_only_what_the_hub_cache_holds_is_called_a_hub_id(hub_cache, tmp_path, m
     (tmp_path / "models/llm").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub_id("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
-    assert hub_id("hf:owner/pictures[train]", kind="dataset") == "owner/pictures"
     for path in ("models/llm", "./llm", "/srv/llm", "data/a.json", "a/b/c", "", None):
         assert hub_id(path) is None
     assert hub_id("models/llm", tmp_path) is None
     assert hub_id("checkpoints/vicuna") is None  # a folder that is gone
-    assert hub_id("hf:saved/pictures[train]", kind="dataset") is None
 
 
 def test_base_models_are_all_recorded_or_none_is(hub_cache, tmp_path):

@@ -186,7 +186,7 @@ def test_a_folder_stands_for_every_file_below_it_sorted_by_path(tmp_path, kinds)
         (["a.parquet", "b.json", "c.jsonl"], "1 Parquet files .*a.parquet. and 2 of JSON .*b.json., which may"),
         (["a.parquet", "b.jsonl.gz"], "b.jsonl.gz would not be read"),
         (["a.json", "b.JSON"], "b.JSON would not be read"),
-        (["data.arrow", "state.json"], "data.arrow would not be read.*hf:FOLDER"),
+        (["data.arrow", "state.json"], "data.arrow would not be read.*docs/data.md"),
         (["a.csv"], "a.csv would not be read"),
         (["c/a.png"], "the folder has no file that ends in .json, .jsonl, .parquet; it has c/a.png"),
         (["dataset_info.json"], "the folder has no file that ends in .json, .jsonl, .parquet$"),

@@ -1,34 +1,28 @@
-"""Mixtures of data sets as LLaVA-NeXT's YAML files say them, with shares of an epoch, and data sets of `datasets`."""
+"""Mixtures of data sets as LLaVA-NeXT's YAML files say them, with shares of an epoch."""
 
-import io
 import json
 import logging
 import math
 import os
 import pickle
 import re
-import sys
 import zipfile
 from collections import Counter
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from data_files import BYTES, STRUCT, TURNS, shard
-from PIL import Image
+from data_files import BYTES, TURNS
 
 from llava.conversation import get_template
-from llava.data import hub_files, prepare
 from llava.data import preflight as command
 from llava.data.checks import PlacedImage
 from llava.data.errors import DataError
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import Sampling, source_lines
 from llava.data.preflight_manifest import Rules, preflight, usable_records
-from llava.data.records import data_files, load_records, record_images
+from llava.data.records import data_files, load_records
 from llava.model.loss import LMHead, LossTally
 from llava.train.arguments import DataArguments
 from llava.train.nonfinite import NonFiniteGuard
@@ -324,124 +318,3 @@ def test_a_tally_gets_every_rows_loss_and_changes_nothing(monkeypatch, loss_head
     assert found[1].tolist() == [8, 8, 7, 0] and math.isclose(float(found[0].sum()), total.item(), rel_tol=1e-6)
     head.tally.add(0, torch.tensor([math.nan, 1.0, math.inf]))
     assert torch.isfinite(head.tally.sums).all() and head.tally.sums[1].tolist() == [8, 9, 7, 0]
-
-
-# --- the datasets library ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def library(tmp_path, monkeypatch):
-    """The datasets library with a cache of its own."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
-    return datasets
-
-
-def test_a_folder_of_parquet_is_read_as_it_lies_by_split_and_config(tmp_path, library):
-    images = pa.array([{"bytes": data, "path": None} for data in BYTES[:4]], STRUCT)
-    for split in ("train", "test"):
-        shard(tmp_path / f"set/data/{split}-00000-of-00001.parquet", images, 4)
-    (tmp_path / "set/README.md").write_text(
-        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: data/train-*}\n  default: true\n"
-        "- config_name: b\n  data_files:\n  - {split: dev, path: data/test-*}\n---\n"
-    )
-    train, dev = (load_records(f"hf:{tmp_path}/set{end}", cache_dir=str(tmp_path / "c")) for end in ("", ":b[dev]"))
-    assert ids(train) == [f"train-00000-of-00001-{i}" for i in range(4)] and ids(dev)[0].startswith("test-")
-    assert data_files(f"hf:{tmp_path}/set[train]") == [tmp_path / "set/data/train-00000-of-00001.parquet"]
-    assert train[2]["image"].row == 2 and ImageStore(None).open(train[2]["image"]).size == (9, 7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "saved", "saved splits", "part"])
-def test_any_other_data_set_is_written_as_parquet_once(tmp_path, library, kind, monkeypatch):
-    rows = [{"id": i, "messages": [{"role": "user", "content": f"<image>{i}?"}, {"role": "assistant", "content": "a"}]}
-            for i in range(6)]  # fmt: skip
-    folder, name = tmp_path / "set", "[train]"
-    if kind == "jsonl":
-        folder.mkdir()
-        (folder / "train.jsonl").write_text("\n".join(json.dumps(row | {"images": ["a.png"]}) for row in rows))
-    else:
-        pictures = [{"images": [{"bytes": BYTES[i], "path": None}]} for i in range(6)]
-        data = library.Dataset.from_list([row | picture for row, picture in zip(rows, pictures, strict=True)])
-        data = data.cast_column("images", library.List(library.Image()))
-        if kind == "part":
-            folder.mkdir()
-            data.to_parquet(folder / "train.parquet")
-            name = "[train[:50%]]"
-        else:
-            (library.DatasetDict({"train": data}) if "splits" in kind else data).save_to_disk(folder)
-    path, cache = f"hf:{folder}{name}", str(tmp_path / "cache")
-    table = load_records(path, cache_dir=cache)
-    assert ids(table) == list(range(3 if kind == "part" else 6))
-    assert table[1]["conversations"][0] == {"from": "human", "value": "<image>1?"}
-    image = table[1].get("images") or table[1]["image"]
-    if kind == "jsonl":
-        assert image == ["a.png"]
-    else:
-        assert ImageStore(None).open(image[0]).tobytes() == Image.open(io.BytesIO(BYTES[1])).tobytes()
-    monkeypatch.setattr(pq, "ParquetWriter", None)
-    assert load_records(path, cache_dir=cache).key == table.key
-
-
-@pytest.mark.parametrize("names", [("file_name", "image"), ("images_file_names", "images")])
-def test_pictures_of_the_data_set_are_written_as_bytes_others_stay_paths(tmp_path, library, names):
-    folder, (key, column) = tmp_path / "set", names
-    folder.mkdir()
-    lines = []
-    for number, content in enumerate(BYTES):
-        (folder / f"{number}.png").write_bytes(content)
-        lines.append({key: f"{number}.png" if column == "image" else [f"{number}.png"], "conversations": TURNS})
-    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    table = load_records(f"hf:{folder}", cache_dir=str(tmp_path / "cache"), check=False)
-    (tmp_path / "elsewhere").mkdir()
-    store = ImageStore(tmp_path / "elsewhere")
-    found, _ = preflight(table, store, RULES, show_progress=False)
-    assert not found.faults and found.counts["with_images"] == len(BYTES)
-    pictures = [store.open(record_images(record)[0]).tobytes() for record in table]
-    assert pictures == [Image.open(io.BytesIO(content)).tobytes() for content in BYTES]
-    foreign = {"bytes": None, "path": str(tmp_path / "cats.png")}
-    (tmp_path / "cats.png").write_bytes(BYTES[0])
-    assert hub_files._embedded(foreign, [folder]) == foreign
-
-
-HUB = {
-    "no folder": ("hf:/no/such[train]", "no such folder"),
-    "split": ("hf:{place}/set[dev]", "dev"),
-    "saved split": ("hf:{place}/saved[dev]", "no split 'dev'; it has 'train'"),
-    "name": ("hf:a[b", "expected hf:OWNER/NAME"),
-    "nothing in it": ("hf:{place}/images-none[train]", "doesn't contain any data files"),
-    "columns": ("hf:{place}/set[train]", "no column 'conversations' or 'messages'; it has x"),
-    "reader's name": ("hf:csv[train]", "expected hf:OWNER/NAME"),
-    "hub": ("hf:owner/no-such-set[train]", "no-such-set"),
-}
-
-
-@pytest.mark.parametrize("fault", HUB)
-def test_a_data_set_that_cannot_be_read_is_named_in_a_line(tmp_path, library, fault, monkeypatch):
-    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
-    (tmp_path / "set").mkdir()
-    (tmp_path / "images-none").mkdir()
-    (tmp_path / "set/train.csv").write_text("x\n1\n")
-    library.DatasetDict({"train": library.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "saved")
-    name, message = HUB[fault]
-    name = name.format(place=tmp_path)
-    with pytest.raises(DataError, match=re.escape(message)) as error:
-        load_records(name, cache_dir=str(tmp_path / "cache"))
-    assert "\n" not in str(error.value)
-
-
-def test_without_the_library_the_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"^hf:owner/name: needs the datasets library; pip install 'datasets>=4'"):
-        load_records("hf:owner/name")
-
-
-@pytest.mark.parametrize("program", [command.main, lambda flags: prepare.main(["folder", *flags])])
-def test_without_the_library_the_commands_end_with_a_line(program, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert program(["--data_path", "hf:owner/name"]) == 2
-    assert (
-        capsys.readouterr().err == "error: --data_path hf:owner/name: needs the datasets library; pip install "
-        "'datasets>=4'\n"
-    )

@@ -1,20 +1,17 @@
 """`prepare` uses what is there, fetches what is missing, refuses what is incomplete; training needs no conversion."""
 
 import json
-import platform
 import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_files import BYTES, STRUCT, TURNS, encoded, noise, shard
 from training import flags, losses
 
-from llava.data import prepare, row_groups
+from llava.data import prepare
 from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
@@ -59,8 +56,8 @@ def hub(tmp_path, monkeypatch):
                 shutil.copy(file, target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    small = replace(prepare.SOURCES["llava-next"], layouts=(prepare.Layout("data/*.parquet", rows=18),))
-    small = replace(small, layouts=(*small.layouts, prepare.SOURCES["llava-next"].layouts[1]))
+    small = replace(prepare.SOURCES["llava-next"], choices=(prepare.Files("data/*.parquet", rows=18),))
+    small = replace(small, choices=(*small.choices, prepare.SOURCES["llava-next"].choices[1]))
     monkeypatch.setitem(prepare.SOURCES, "llava-next", small)
     return calls
 
@@ -161,76 +158,15 @@ def test_zip_and_parquet_train_like_a_json_with_a_folder(tiny, tmp_path):
     assert found["folder"] == found["zip"] == found["rows"] and len(found["folder"]) == 3
 
 
-# --- row groups -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def large_groups(tmp_path, monkeypatch):
-    """Two shards with one large row group each, of several types and with a NaN, and one shard with small groups."""
-    monkeypatch.setattr("llava.data.row_groups.LARGE_GROUP", 2000)
-    monkeypatch.setattr("llava.data.row_groups._GROUP", 600)
-    for number in range(3):
-        images = pa.array([{"bytes": b, "path": None} if i % 3 else None for i, b in enumerate(BYTES * 3)], STRUCT)
-        score = pa.array([float("nan") if i == 5 else i / 7 for i in range(24)])
-        shard(tmp_path / f"data/{number}.parquet", images, 24, rows=24 if number else 2, score=score)
-    return tmp_path / "data"
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {file.name: repr(pq.read_table(file).to_pylist()) for file in sorted(folder.glob("[0-9]*"))}
-
-
-def groups(file: Path) -> int:
-    return pq.read_metadata(file).num_row_groups
-
-
-def test_shards_are_rewritten_with_small_groups_and_the_same_rows(large_groups, capsys):
-    before, small = contents(large_groups), (large_groups / "0.parquet").stat()
-    schema = pq.read_schema(large_groups / "1.parquet")
-    arguments = ["folder", "--data_path", str(large_groups), "--rewrite_shards"]
-    assert prepare.main(arguments) == 0
-    assert "2 rewritten with small row groups" in capsys.readouterr().out
-    assert contents(large_groups) == before
-    assert pq.read_schema(large_groups / "1.parquet").equals(schema, check_metadata=True)
-    assert [groups(large_groups / f"{i}.parquet") > 6 for i in range(3)] == [True] * 3
-    assert (large_groups / "0.parquet").stat() == small
-    assert prepare.main(arguments) == 0
-    assert "0 rewritten" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("at", ["_write", "_compare", "shutil.copymode"])
-def test_rewriting_that_is_cut_off_leaves_every_row_and_goes_on(large_groups, monkeypatch, capsys, at):
-    before, calls = contents(large_groups), []
-
-    def cut_off(*_):
-        calls.append(1)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"llava.data.row_groups.{at}", cut_off)
-        assert prepare.main(["folder", "--data_path", str(large_groups), "--rewrite_shards"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted: rerun the same command to resume\n")
-    assert calls and contents(large_groups) == before
-    (large_groups / f".1.parquet.{platform.node()}.tmp").write_bytes(b"half of it, left by a process that was killed")
-    assert len(row_groups.rewrite_shards(str(large_groups))) == 2
-    assert contents(large_groups) == before
-
-
-def test_rewriting_refuses_what_it_cannot_do(large_groups, tmp_path, monkeypatch, capsys):
-    before = contents(large_groups)
-    (tmp_path / "a.json").write_text("[]")
-    assert prepare.main(["folder", "--data_path", str(tmp_path / "a.json"), "--rewrite_shards"]) == 2
-    assert "a.json has no Parquet file; leave the flag out" in capsys.readouterr().err
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing")
-    assert prepare.main(["folder", "--data_path", str(tmp_path / "b.parquet"), "--rewrite_shards"]) == 2
-    assert "b.parquet cannot be read as Parquet" in capsys.readouterr().err
-    arguments = ["folder", "--data_path", str(large_groups), "--rewrite_shards"]
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
-        assert prepare.main(arguments) == 2
-    assert "has 0 MiB free" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(row_groups, "_is_same", lambda *_: False)
-        assert prepare.main(arguments) == 2
-    assert "1.parquet does not read back the same; the shard is unchanged" in capsys.readouterr().err
-    assert contents(large_groups) == before
+def test_each_picture_set_is_counted_with_what_is_missing_and_where_it_comes_from(tmp_path, capsys):
+    names = [f"{folder}/{i}.jpg" for folder in ("coco/train2017", "ocr_vqa/images", "own") for i in range(2)]
+    records = [{"id": name, "image": name, "conversations": TURNS} for name in names]
+    (tmp_path / "llava_v1_5_mix665k.json").write_text(json.dumps(records))
+    for name in names[:3]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encoded(noise(), "JPEG"))
+    assert prepare.main(["llava-665k", "--folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "coco/train2017: 2 of 2 there\n" in out and "gqa/images: 0 of 0 there\n" in out
+    assert "ocr_vqa/images: 1 of 2 there, 1 missing (1.jpg, ...); put them there from https://github.com/" in out
+    assert "own: 0 of 2 there, 2 missing" in out and "3 image_missing" in out

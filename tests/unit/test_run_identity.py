@@ -53,7 +53,7 @@ def write_pictures(root: Path, kind: str, seed: int) -> dict[str, object]:
     place = root / "rows/train.parquet"
     shard(place, pa.array([{"bytes": data, "path": None} for data in pictures.values()], STRUCT), 24)
     pq.write_table(pq.read_table(place), place, compression="none", write_statistics=False)  # an equal footer
-    return {"data_path": f"hf:{place.parent}" if kind == "hub" else place, "image_folder": None}
+    return {"data_path": place, "image_folder": None}
 
 
 def write_model(root: Path, kind: str, seed: int) -> dict[str, object]:
@@ -76,7 +76,6 @@ EXCHANGED = {
     "folder": (write_pictures, "pictures"),
     "zip": (write_pictures, "pictures"),
     "rows": (write_pictures, "pictures"),
-    "hub": (write_pictures, "pictures"),
     "held out": (write_pictures, "eval_pictures"),
     "language model": (write_model, "language_model_files"),
     "tower": (write_model, "vision_tower_files"),
@@ -87,8 +86,6 @@ EXCHANGED = {
 
 @pytest.mark.parametrize("kind", EXCHANGED)
 def test_exchanged_files_are_another_run_and_moved_ones_are_not(tiny, tmp_path, files_count_as_old, kind):
-    if kind == "hub":
-        pytest.importorskip("datasets")
     write, setting = EXCHANGED[kind]
 
     def at(root: Path, seed: int):
