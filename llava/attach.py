@@ -41,7 +41,6 @@ from llava.model.multimodal_projector.norm import (
     record_norm,
 )
 from llava.model.zero3 import full_shape
-from llava.utils import plugins
 
 RECORD = "llava_attached"
 """The config's entry: what builds the norm, and where it is."""
@@ -107,8 +106,7 @@ def attach(
     embedding = text_embedding(model)
     record: Any = SimpleNamespace(hidden_size=full_shape(embedding.get_parameter("weight"))[-1])
     record_norm(record, fields, embedding)
-    own_parts = {plugins.CONFIG_FIELD: files} if (files := plugins.record()) else {}
-    _insert(model, vars(record) | {"projectors": paths, "retrofit": retrofit} | own_parts)
+    _insert(model, vars(record) | {"projectors": paths, "retrofit": retrofit})
     _keep_names(model)
     for config, field in guarded:
         setattr(config, field, getattr(config, field) + NEEDS_ATTACH)
@@ -150,8 +148,8 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
         options: of `from_pretrained`, such as `dtype`, `device_map` and `revision`.
 
     Raises:
-        ValueError: the folder is not of a model with an attached norm, lacks the norm's weights, or needs a plug-in
-            that is not loaded.
+        ValueError: the folder is not of a model with an attached norm, lacks the norm's weights, or has the norm of
+            a plug-in that is not loaded.
     """
     if Path(folder, "adapter_config.json").is_file():
         raise ValueError(
@@ -162,7 +160,6 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
     record = getattr(config, RECORD, None)
     if record is None:
         raise ValueError(f"load_attached {folder}: config.json has no {RECORD}; expected a model that attach changed")
-    plugins.require(record, folder)
     _unguard(config)
     assert config.architectures  # `save_pretrained` writes it
     plain = getattr(transformers, config.architectures[0])

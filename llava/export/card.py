@@ -20,7 +20,6 @@ from llava.export import card_facts
 from llava.export.card_facts import WHOLE, Facts, Stage, interval, norms_over_training
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.files import write_text
-from llava.utils.plugins import parts_used
 
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -138,7 +137,6 @@ def card_text(facts: Facts, metadata: ModelCardData, repo: str | None = None) ->
         own=name.rpartition("/")[2],
         base=(metadata.base_model or ["BASE"])[0],
         model=_model_rows(facts.config),
-        plugins=sorted(file for file in {*parts_used(facts.config).values()} if re.fullmatch(r"[\w.-]+", file)),
         norm=_norm_rows(facts),
         measured_heads=["", *(when for when, _ in measured)],
         measured=[(_PLACES[p], *(f"{norms[p]:.4g}" if p in norms else "" for _, norms in measured)) for p in places],
@@ -171,7 +169,6 @@ def _model_rows(config: dict[str, Any]) -> Rows:
         ],
         "projector": [config.get("mm_projector_type")],
         "norm after it": [config.get("mm_projector_norm") or "none"],
-        "own parts": [f"{part} of {file}" for part, file in parts_used(config).items()],
         "conversation template": [config.get("mm_conv_version")],
         "pictures": [config.get("image_aspect_ratio")],
         "weights": [config.get("dtype") or config.get("torch_dtype") or text.get("dtype")],
@@ -204,6 +201,7 @@ def _stage(stage: Stage) -> dict[str, list]:
     facts += [f"{stage.steps} steps"] if stage.steps is not None else []
     losses = [line["loss"] for line in stage.log if "loss" in line]
     facts += [f"last logged loss {losses[-1]:.4g}"] if losses else []
+    facts += [f"own parts: {plain(', '.join(files))}"] if (files := stage.configuration.get("plugins")) else []
     facts += [f"continued {stage.starts - 1} times"] if stage.starts > 1 else []
     flags = card_facts.changed_flags(stage)
     return {"facts": facts, "flags": [(code(f"--{name}"), code(value)) for name, value in flags.items()]}

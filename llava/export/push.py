@@ -24,7 +24,6 @@ from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.checkpoint import MANIFEST, checkpoint_faults
 from llava.train.telemetry import LOG_FILE
-from llava.utils.plugins import plugins_beside
 from llava.utils.provenance import RUN_FILE
 
 WEIGHTS = ["*.safetensors", "pytorch_model*.bin", "adapter_model.bin", ADAPTER_FILE, NON_LORA_FILE, "*.gguf"]
@@ -116,7 +115,7 @@ def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
     figures = _figures(folder)
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    files = sorted({*filter_repo_objects(names, allow_patterns=[*SENT, *plugins_beside(folder)]), *figures} - {*links})
+    files = sorted({*filter_repo_objects(names, allow_patterns=SENT), *figures} - {*links})
     left_out = {}
     for path in sorted(folder.iterdir()):
         if path.name in links:

@@ -8,7 +8,7 @@ from llava.anyres import has_newline, is_anyres
 from llava.asking import choose_template, is_captioner
 from llava.conversation import Conversation, conv_templates
 from llava.utils.commands import add_plugin_argument
-from llava.utils.plugins import CONFIG_FIELD, parts_used
+from llava.utils.plugins import registered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +39,12 @@ def answering_template(config: PretrainedConfig, model_path: str, conv_mode: str
 
 def refuse_plugins(config: PretrainedConfig, model_path: str) -> None:
     """Raises ValueError where a part of the model is a plug-in's, which no format has a place for."""
-    fields = config.to_dict()
-    if used := parts_used(fields):
-        parts = ", ".join(
-            f"{part} of {file} (SHA-256 {fields[CONFIG_FIELD][file]['sha256']})" for part, file in used.items()
-        )
+    tower = (getattr(config, "mm_vision_config", None) or {}).get("model_type")
+    norm = getattr(config, "mm_projector_norm", None)
+    if own := {f"norm {norm}", f"tower {tower}", f"decoder {config.model_type}"} & registered:
         raise ValueError(
-            f"--model-path {model_path}: it needs the {parts}, code of your own that this format cannot carry; share "
-            "the checkpoint folder, which has a copy of the file, and have it loaded with --plugin"
+            f"--model-path {model_path}: its {', '.join(sorted(own))} is code of your own, which this format cannot "
+            "carry; share the checkpoint as it is, with the file for --plugin"
         )
 
 

@@ -41,10 +41,11 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     fields = _read_fields(model_path, **kwargs)
     if is_hf_folder(fields):
         fields = own_fields(fields, model_path)
-    plugins.require(fields, model_path)
+    plugins.load_named()
     model_type = fields.get("model_type")
     if model_type not in MODEL_CLASSES:
-        raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
+        known = f"{', '.join(MODEL_CLASSES)} (--plugin FILE adds one)"
+        raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {known}")
     config_class = MODEL_CLASSES[model_type].config_class
     if model_type == "llava":  # checkpoints of other families share this type; their class tells them apart
         classes = {cls.__name__: cls for cls in MODEL_CLASSES.values()}

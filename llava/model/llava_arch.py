@@ -39,7 +39,6 @@ from llava.model.multimodal_projector.norm import (
 from llava.model.pictures import Images, Sizes, match_crops, match_images, refuse_video
 from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import gathered
-from llava.utils import plugins
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +88,6 @@ class LlavaMetaConfig(ConfigBase):
             fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
         return fields
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """Writes config.json as the library does, and beside it the plug-ins that it names."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        plugins.copy_beside(self, save_directory)
-
 
 class LlavaMetaModel(KeepsRotary, ModelBase):
     """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config has them."""
@@ -105,7 +99,6 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
     layers: nn.ModuleList
 
     def __init__(self, config):
-        plugins.require(config.to_dict(), config._name_or_path)
         super().__init__(config)
         self.register_parameter("image_newline", None)
         if getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None):

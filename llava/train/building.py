@@ -37,7 +37,6 @@ from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable
 from llava.train.run_checks import EVAL_IMAGES, image_store
 from llava.train.run_identity import Settings, run_identity
 from llava.train.zero import fit_zero
-from llava.utils import plugins
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +131,6 @@ def record_choices(
     config.use_cache = False
     config.mm_conv_version = model_args.version
     config.mm_tunable_parts = ",".join(part for part in PARTS if part in parts)
-    if loaded := plugins.record():
-        config.mm_plugins = loaded
     for field in CONFIG_FLAGS:
         setattr(config, field, getattr(model_args, field))
     for field in ("mm_projector_lr", "mm_vision_tower_lr"):

@@ -140,7 +140,7 @@ class FlagParser(Parser, HfArgumentParser):
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--plugin", nargs="+", action="extend", default=[])
         try:
-            plugins.load_all(parser.parse_known_args(words)[0].plugin)
+            plugins.load(",".join(parser.parse_known_args(words)[0].plugin))
         except ValueError as error:
             self.error(str(error))
 

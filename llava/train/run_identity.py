@@ -91,8 +91,8 @@ def run_identity(
     settings |= from_first(contents)
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
-    if loaded := plugins.digests():
-        settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in loaded.items())
+    if plugins.digests:
+        settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in sorted(plugins.digests.items()))
     return settings
 
 
@@ -167,7 +167,7 @@ def run_configuration(
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
-        **({"plugins": loaded} if (loaded := plugins.digests()) else {}),
+        **({"plugins": plugins.digests} if plugins.digests else {}),
         "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),

@@ -58,7 +58,7 @@ class ModelFlags:
     plugin: list[str] = flag(
         [],
         "Python files that register your own norm, projector, tower, decoder or optimizer (docs/models.md), joined by "
-        "commas or spaces; they are executed before the other flags are parsed. May be given several times.",
+        "commas; they are executed before the other flags are parsed. May be given several times.",
         identity=False,
         action="extend",
     )

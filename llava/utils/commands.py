@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from llava.utils.plugins import load_all
+from llava.utils.plugins import load
 
 INTERRUPTED = 130
 """The exit status on Ctrl-C, as shells count it."""
@@ -133,7 +133,7 @@ def plugin_files(text: str) -> str:
         argparse.ArgumentTypeError: one of them cannot be loaded.
     """
     try:
-        load_all(text)
+        load(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--plugin ")) from error
     return text

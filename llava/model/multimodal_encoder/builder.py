@@ -41,7 +41,9 @@ def build_vision_tower(config: PretrainedConfig) -> VisionTower:
     if not getattr(config, "mm_vision_config", None):
         config.mm_vision_config = read_vision_config(config.mm_vision_tower)
     vision_config = dict(config.mm_vision_config)
-    tower_class = TOWERS[vision_config.pop("model_type")]
+    if (kind := vision_config.pop("model_type")) not in TOWERS:
+        raise ValueError(f"vision tower {kind!r}: expected one of {', '.join(TOWERS)} (--plugin FILE adds one)")
+    tower_class = TOWERS[kind]
     return tower_class(
         tower_class.config_class(**vision_config),
         select_layer=getattr(config, "mm_vision_select_layer", -2),

@@ -279,7 +279,7 @@ def _setting(source: object, name: str) -> Any:
 
 
 def _unknown_norm(name: object) -> str:
-    return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
+    return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r} (--plugin FILE adds one)"
 
 
 def record_norm(
