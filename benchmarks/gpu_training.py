@@ -36,7 +36,6 @@ def paths(setting: Setting) -> None:
     common, _ = demo_inputs(setting, tower_steps=4)
     common |= {"MAX_STEPS": 4}
     ways: dict[str, Callable[[], dict[str, Any]]] = {
-        "vocabulary mix": lambda: projector(setting, common | {"PROJECTOR": "vocab_mix_mlp2x_gelu"}),
         "norm before the MLP": lambda: projector(
             setting, common | {"PROJECTOR": "pre_layernorm_mlp2x_gelu", "NORM": "none"}
         ),

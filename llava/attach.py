@@ -58,8 +58,8 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision"
 
 
 def attachable() -> list[str]:
-    """The norms that `attach` takes: those whose gain the target alone decides, a plug-in's too."""
-    return [name for name, norm in NORM_TYPES.items() if norm and not norm.measures_tokens]
+    """The norms that `attach` takes, a plug-in's too."""
+    return [name for name, norm in NORM_TYPES.items() if norm]
 
 
 def attach(

@@ -119,7 +119,7 @@ def initial_gain(config: Mapping[str, Any], width: int | None) -> float | None:
     """The gain's elements before training: as recorded, else what the arm makes of the target; None if unknown."""
     recorded, target = config.get("mm_projector_norm_init_gain"), config.get("mm_projector_norm_target")
     norm_type = NORM_TYPES.get(config.get("mm_projector_norm", "layernorm"))
-    if recorded is not None or not (target and width and norm_type) or norm_type.measures_tokens:
+    if recorded is not None or not (target and width and norm_type):
         return recorded
     return norm_type.gain_for(target, width)
 

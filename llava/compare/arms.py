@@ -1,6 +1,6 @@
 """The names of a comparison's arms: a norm of `NORM_TYPES`, with its initial norm after an @ unless that is the
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
-`scale-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`."""
+`rmsnorm-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`."""
 
 from typing import NamedTuple
 
@@ -12,6 +12,10 @@ PROJECTOR = "mlp2x_gelu"
 SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
 """What `parse_seeds` reads, for the help of `--seeds`."""
 FIXED = "-fixed"
+
+
+REMOVED_NORMS, REMOVED_PROJECTOR = ("scale", "gwc_scale"), "vocab_mix_mlp2x_gelu"
+"""Exploratory arms of committed records, which only the commit that docs/study.md names can train."""
 
 
 class Arm(NamedTuple):
@@ -37,8 +41,8 @@ class Arm(NamedTuple):
         return {"PROJECTOR": projector, "NORM": self.norm, "NORM_INIT": self.init, "NORM_LEARNABLE": learnable}
 
 
-def parse_arm(name: str) -> Arm:
-    """The arm called `name`.
+def parse_arm(name: str, recorded: bool = False) -> Arm:
+    """The arm called `name`, of a committed record also one that was removed.
 
     Raises:
         ValueError: an unknown norm or projector, a malformed initial norm, or a baseline that has either suffix.
@@ -50,12 +54,15 @@ def parse_arm(name: str) -> Arm:
     load_named()  # a plug-in's norm or projector is an arm too
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
-    if norm not in NORM_TYPES:
+    if norm not in NORM_TYPES and not (recorded and norm in REMOVED_NORMS):
         try:
-            find_projector(name)
+            if not (recorded and name == REMOVED_PROJECTOR):
+                find_projector(name)
         except ValueError:
             known = ", ".join([*NORM_TYPES, *PROJECTOR_TYPES])
-            raise ValueError(f"--arms {name}: {norm!r} is not one of: {known}") from None
+            raise ValueError(
+                f"--arms {name}: {norm!r} is not one of: {known}; docs/study.md names the commit that has removed ones"
+            ) from None
         if name == PROJECTOR:
             raise ValueError(f"--arms {name}: the projector of {BASELINE} and of every norm; leave it out")
         return Arm(BASELINE, "", projector=name)
@@ -68,14 +75,14 @@ def parse_arm(name: str) -> Arm:
     return Arm(norm, init if at else ProjectorNormArguments.mm_projector_norm_init, learnable)
 
 
-def parse_arms(text: str) -> list[str]:
-    """The names of arms, joined by commas: the baseline first, at least one more, none twice.
+def parse_arms(text: str, recorded: bool = False) -> list[str]:
+    """The names of arms, joined by commas: the baseline first, at least one more, none twice; see `parse_arm`.
 
     Raises:
         ValueError: another list; or see `parse_arm`.
     """
     names = text.split(",")
-    arms = [parse_arm(name) for name in names]
+    arms = [parse_arm(name, recorded) for name in names]
     if names[0] != BASELINE or len(names) < 2:
         raise ValueError(f"--arms {text}: expected {BASELINE}, the baseline, first, and at least one more")
     if len(set(arms)) < len(arms):

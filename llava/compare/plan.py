@@ -91,7 +91,7 @@ def read_plan(file: Path) -> Plan:
 
 def _check(plan: Plan) -> None:
     where = f"--plan {plan.file}"
-    parse_arms(",".join(plan.arms))
+    parse_arms(",".join(plan.arms), recorded=True)
     if not set(plan.primary) <= set(plan.arms[1:]):
         raise ValueError(f"{where}: primary {plan.primary}: expected arms of {plan.arms[1:]}")
     if len(set(plan.seeds)) < max(FEWEST_SEEDS, len(plan.seeds)):

@@ -18,7 +18,7 @@ from transformers.image_utils import PILImageResampling
 
 from llava.export.gguf_file import library
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.multimodal_projector.norm import AlignedLayerNorm, UniformScale, projector_norm
+from llava.model.multimodal_projector.norm import AlignedLayerNorm, projector_norm
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -42,7 +42,7 @@ def check(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> None:
     if tower is None:
         raise ValueError("the model has no vision tower; llama.cpp's own converter takes plain language models")
     norm = projector_norm(model.get_model().mm_projector)
-    if norm is not None and not isinstance(norm, AlignedLayerNorm | UniformScale):
+    if norm is not None and not isinstance(norm, AlignedLayerNorm):
         raise ValueError(
             f"the projector ends in {config.mm_projector_norm}, and llama.cpp's LLaVA graph in a linear layer or a "
             "LayerNorm: clip_graph_llava::build in tools/mtmd/models/llava.cpp would need about ten lines after mm.2, "
@@ -137,9 +137,8 @@ def projector_tensors(projector: nn.Sequential, features: torch.Tensor, eps: flo
         hidden = first(features.to(first.weight.dtype)).float()
         size = (hidden.square().sum(-1) + hidden.sum(-1).square()).max().sqrt().item()
         return _yi_tensors(first, second, norm, eps, SPAN * size)
-    factor = 1.0 if norm is None else norm.weight.float()
     named = {"mm.0.weight": first.weight, "mm.0.bias": first.bias}
-    return named | {"mm.2.weight": factor * second.weight, "mm.2.bias": factor * second.bias}
+    return named | {"mm.2.weight": second.weight, "mm.2.bias": second.bias}
 
 
 def _yi_tensors(

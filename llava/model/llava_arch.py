@@ -28,7 +28,7 @@ from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
-from llava.model.multimodal_projector.builder import build_vision_projector, token_grid, vocabulary_mix
+from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
 from llava.model.multimodal_projector.norm import (
     ProjectorNorm,
     mean_text_embedding_norm,
@@ -163,8 +163,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
-        # `sees_tokens`: where an adapter is loaded, it brings the factor that its run's first visual tokens decided.
-        record_norm(config, model_args, self.embed_tokens, sees_tokens=True)
+        record_norm(config, model_args, self.embed_tokens)
         with torch.device("meta"):
             tower = build_vision_tower(config)
         token_grid(config, tower)  # refuses a projector that does not fit before weights are read
@@ -274,8 +273,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         tower, projector = self.get_model().vision_tower, self.get_model().mm_projector
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())):
             features = tower(images)
-        if (mix := vocabulary_mix(projector)) is not None:
-            mix.follow(self.get_model().embed_tokens)
         weight = next(projector.parameters(), None)
         return projector(features if weight is None else features.to(weight.dtype))
 

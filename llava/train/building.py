@@ -26,7 +26,6 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
 from llava.train.benchmarks import Benchmarks
 from llava.train.compilation import set_up_compilation
-from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.heldout import HeldOut, check_metric, eval_data_arguments, sources_of
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -192,7 +191,6 @@ def build_trainer(
         pixel_dtype=arithmetic_dtype(training_args),
         crop_rules=crop_rules,
     )
-    fit_norm_to_first_images(model, dataset, training_args.device)
     log_micro_batches(dataset, training_args)
     fit_zero(model, training_args)
     largest = largest_micro_batch(dataset, training_args)

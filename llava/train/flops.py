@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 from llava.constants import IGNORE_INDEX
 from llava.data.collate import Batch
 from llava.model.llava_arch import LlavaMetaForCausalLM, LlavaMetaModel
-from llava.model.multimodal_projector.builder import VocabularyMix
 from llava.model.zero3 import full_shape
 from llava.train.optim import is_trained
 
@@ -160,9 +159,6 @@ def _projector_flops(decoder: LlavaMetaModel, tower_trained: bool) -> int:
     for module in decoder.mm_projector.modules():
         if isinstance(module, nn.Linear):
             flops += _matmul_flops(module, passes_gradient)
-        elif isinstance(module, VocabularyMix):  # the product that gives the weights, and that of the weights
-            flops += _matmul_flops(decoder.embed_tokens, passes_gradient)
-            flops += _matmul_flops(decoder.embed_tokens, passes_gradient or is_trained(decoder.embed_tokens))
         passes_gradient = passes_gradient or any(p.requires_grad for p in module.parameters(recurse=False))
     return flops
 

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from llava.model.attention import SEGMENTS
-from llava.model.llava_arch import LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import is_adapted, is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.vision_tower import VisionTower
-from llava.model.multimodal_projector.builder import vocabulary_mix
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained
@@ -101,8 +100,7 @@ def estimate_memory(
         optimizer=optimizer,
         step=step,
         embeddings=tokens * width * (4 + 4 * residual)
-        + images * matmul * (tower.num_tokens * tower.hidden_size + 3 * visual * width)
-        + images * visual * _mix_bytes(decoder, matmul),
+        + images * matmul * (tower.num_tokens * tower.hidden_size + 3 * visual * width),
         loss_head=_loss_head_bytes(model.lm_head, tokens, matmul, args.device),
         num_layers=len(decoder.layers),
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
@@ -111,13 +109,6 @@ def estimate_memory(
         tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul, args.device),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
-
-
-def _mix_bytes(decoder: LlavaMetaModel, matmul: int) -> int:
-    """What a visual token's weights over the vocabulary take: their float32, their product's type, and a gradient."""
-    if vocabulary_mix(decoder.mm_projector) is None:
-        return 0
-    return full_shape(decoder.embed_tokens.weight)[0] * (4 + matmul + 4)
 
 
 def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int, int]:

@@ -97,10 +97,8 @@ class ModelFlags:
     )
     mm_projector_type: str = flag(
         "mlp2x_gelu",
-        "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity; pixel_shuffle_2x_mlp2x_gelu and "
-        "avgpool_2x_mlp2x_gelu make one token of 2 x 2 patches: they join their channels, or average them; "
-        "pre_layernorm_mlp2x_gelu normalizes the tower's output first; vocab_mix_mlp2x_gelu makes each visual token a "
-        "weighted mean of text embeddings.",
+        "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity; pixel_shuffle_2x_mlp2x_gelu joins the channels of "
+        "2 x 2 patches to one token; pre_layernorm_mlp2x_gelu normalizes the tower's output first.",
     )
     mm_patch_merge_type: str = flag(
         "flat",

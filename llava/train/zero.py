@@ -15,7 +15,6 @@ from packaging.version import Version
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.multimodal_projector.builder import vocabulary_mix
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained
@@ -99,14 +98,11 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
         for unit in units:
             _mark(unit)
         logger.info("ZeRO-3 gathers the weights of each of %d layers at once", len(units))
-        # Parameters that modules use before, or without, the modules that hold them.
-        decoder = model.get_model()
-        users = [(model, decoder.image_newline), (vocabulary_mix(decoder.mm_projector), decoder.embed_tokens.weight)]
-        for user, parameter in users:
-            if user is not None and parameter is not None:
-                import deepspeed
+        newline = model.get_model().image_newline
+        if newline is not None:  # the model uses it outside the module that holds it
+            import deepspeed
 
-                deepspeed.zero.register_external_parameter(user, parameter)
+            deepspeed.zero.register_external_parameter(model, newline)
 
 
 def fill_bucket_sizes(model: LlavaMetaForCausalLM, zero: dict[str, Any]) -> None:

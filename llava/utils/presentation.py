@@ -17,9 +17,9 @@ NORM_COLOURS = {
     "gwc_layernorm": "#009E73",
     "rmsnorm": "#CC79A7",
     "gwc_rmsnorm": "#882255",
-    "scale": "#AA99DD",
-    "gwc_scale": "#332288",
     "clip": "#66331A",
+    "scale": "#AA99DD",  # this and the next only in committed records
+    "gwc_scale": "#332288",
 }
 NEUTRAL = "#777777"
 """The colour of what is neither an arm nor a kind of token: chance, pairs of arms."""

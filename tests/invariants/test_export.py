@@ -685,7 +685,7 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
     ("options", "message"),
     [
         ({"aspect": "anyres"}, "image_aspect_ratio anyres needs --image_grid_pinpoints"),
-        (CROPS | {"mm_projector_type": "avgpool_2x_mlp2x_gelu"}, "which the exported classes do not have"),
+        (CROPS | {"mm_projector_type": "pixel_shuffle_2x_mlp2x_gelu"}, "which the exported classes do not have"),
         ({"version": "plain"}, "of stage 1 (template plain)"),
     ],
 )

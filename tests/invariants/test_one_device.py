@@ -16,7 +16,6 @@ from training import build, flags
 
 from llava.model.attention import VARLEN
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.train import first_tokens
 from llava.train.arguments import TrainingArguments
 
 MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -130,18 +129,3 @@ def test_one_buffer_left_behind_is_seen(tiny, tmp_path, accelerator, device):
 
     with pytest.raises(RuntimeError, match="all tensors to be on the same device|found two different devices"):
         train_on(accelerator, device, flags(tiny, tmp_path, 1), broken=leave_positions)
-
-
-def test_the_first_visual_tokens_are_measured_where_the_model_trains(tiny, tmp_path, accelerator, monkeypatch):
-    """Under ZeRO-3 the tower is there already, but a new projector is not."""
-    model, trainer = build(flags(tiny, tmp_path, 1, norm="scale"))
-    model.config.mm_projector_norm_init_gain = None
-    tower, measured = model.get_vision_tower(), []
-    monkeypatch.setattr(first_tokens, "gathered", lambda parameters: contextlib.nullcontext())
-    monkeypatch.setattr(first_tokens, "fit_to_tokens", lambda norm, config, tokens: measured.append(tokens))
-    with accelerator("meta"):
-        move(tower, "meta")
-        for parameter in tower.parameters():
-            parameter.ds_id = 0
-        first_tokens.fit_norm_to_first_images(model, trainer.train_dataset, torch.device("meta"))
-    assert measured[0].device.type == "meta"

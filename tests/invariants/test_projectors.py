@@ -10,8 +10,7 @@ from tiny_models import SIZES, VISION_SIZES, V, make
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from training import build, flags, greedy_tokens, load, training_arguments
-from transformers import Gemma3Config, Idefics3Config, InternVLConfig, SiglipVisionConfig, SiglipVisionModel
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector, Gemma3TextScaledWordEmbedding
+from transformers import Idefics3Config, InternVLConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
@@ -29,8 +28,7 @@ from llava.train.arguments import ModelArguments
 from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
 
-MERGING = ("pixel_shuffle_2x_mlp2x_gelu", "avgpool_2x_mlp2x_gelu")
-OTHERS = ("pre_layernorm_mlp2x_gelu", "vocab_mix_mlp2x_gelu")  # as many tokens as patches
+MERGING, BEFORE = "pixel_shuffle_2x_mlp2x_gelu", "pre_layernorm_mlp2x_gelu"
 SIDE = 4  # patches along a side of the tower `fine`
 MODES = [
     {"image_aspect_ratio": "square"},
@@ -91,15 +89,6 @@ def test_pixel_shuffle_and_linear_equal_idefics3s_connector_on_the_same_weight()
     torch.testing.assert_close(theirs.modality_projection.proj(MergePatches(2)(features)), theirs(features))
 
 
-def test_average_pooling_equals_gemma_3s_on_the_same_features(fine):
-    vision = VISION_SIZES | {"image_size": 16, "patch_size": 4}
-    theirs = Gemma3MultiModalProjector(Gemma3Config(vision_config=vision, text_config={}, mm_tokens_per_image=4))
-    features = torch.randn(3, SIDE**2, 24)
-    pooled = theirs.avg_pool(features.transpose(1, 2).view(3, 24, SIDE, SIDE)).flatten(2).transpose(1, 2)
-    ours = bare(fine, "avgpool_2x_mlp2x_gelu")
-    torch.testing.assert_close(ours(features), ours[1:](pooled))
-
-
 def test_the_norm_before_the_mlp_equals_internvls_projector_on_the_same_weights(fine):
     ours = bare(fine, "pre_layernorm_mlp2x_gelu")
     vision, text = {"hidden_size": 24}, SIZES | {"model_type": "qwen2"}
@@ -110,61 +99,13 @@ def test_the_norm_before_the_mlp_equals_internvls_projector_on_the_same_weights(
     assert isinstance(ours[0], nn.LayerNorm) and ours[0].eps == 1e-5
 
 
-def mixed_in_float64(model, images):
-    """The tokens of `vocab_mix_mlp2x_gelu`, as its definition has them, from the MLP's output."""
-    decoder = model.get_model()
-    mlp, rows = decoder.mm_projector[:-1].double(), decoder.embed_tokens.weight.double()
-    logits = mlp(decoder.vision_tower(images).double()) @ rows.T
-    odds = (logits - logits.amax(-1, keepdim=True)).exp()
-    return (odds / odds.sum(-1, keepdim=True)) @ rows * getattr(decoder.embed_tokens, "embed_scale", 1)
-
-
-def mixing(fine):
-    return make(fine, tower="fine", norm="none", mm_projector_type="vocab_mix_mlp2x_gelu")
-
-
-@pytest.mark.parametrize("scale", [None, 5.5])
-def test_the_mix_equals_its_definition_and_no_token_is_longer_than_the_longest_row(fine, scale):
-    """A scaled embedding is Gemma's."""
-    model = mixing(fine)
-    if scale:
-        rows = model.get_input_embeddings().weight
-        model.set_input_embeddings(Gemma3TextScaledWordEmbedding(*rows.shape, 0, scale))
-        model.get_input_embeddings().weight = rows
-    images = 3 * torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        tokens = model.encode_images(images)
-        torch.testing.assert_close(tokens.double(), mixed_in_float64(model, images), atol=1e-6, rtol=1e-5)
-        texts = model.get_model().embed_tokens(torch.arange(model.config.vocab_size))
-    assert tokens.norm(dim=-1).max() <= texts.norm(dim=-1).max()
-
-
-def test_the_mix_follows_an_embedding_that_was_replaced(fine):
-    model = mixing(fine)
-    images = torch.randn(1, 3, 16, 16)
-    with torch.no_grad():
-        before = model.encode_images(images)
-        model.set_input_embeddings(nn.Embedding(model.config.vocab_size + 8, model.config.hidden_size))
-        after = model.encode_images(images)
-        torch.testing.assert_close(after.double(), mixed_in_float64(model, images), atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(before, after)
-    assert not [name for name in model.state_dict() if "mm_projector" in name and "embed" in name]
-
-
-def test_the_embedding_of_the_mix_gets_a_gradient_where_it_is_trained(fine):
-    model = mixing(fine)
-    model.encode_images(torch.randn(1, 3, 16, 16)).square().sum().backward()
-    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
-
-
 def test_a_merged_token_holds_its_own_square_of_patches():
     places = torch.arange(36.0).view(1, 36, 1)  # 6 x 6 patches, each with its number
-    joined, mean = MergePatches(2)(places)[0], MergePatches(2, mean=True)(places)[0]
+    joined = MergePatches(2)(places)[0]
     assert joined[1].tolist() == [2, 3, 8, 9] and joined[3].tolist() == [12, 13, 18, 19]
-    assert mean.flatten().tolist() == joined.mean(dim=1).tolist()
 
 
-@pytest.mark.parametrize(("projector", "width"), [(MERGING[0], 96), (MERGING[1], 24), ("avgpool_2x_mlp1x_gelu", 24)])
+@pytest.mark.parametrize(("projector", "width"), [(MERGING, 96), ("pixel_shuffle_2x_mlp1x_gelu", 96)])
 def test_the_norm_stays_the_last_element(fine, projector, width):
     state = make(fine, tower="fine", mm_projector_type=projector).get_model().mm_projector.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.endswith("weight")}
@@ -175,15 +116,15 @@ def test_the_norm_stays_the_last_element(fine, projector, width):
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("projector", MERGING)
+@pytest.mark.parametrize("projector", [MERGING])
 def test_an_odd_grid_is_refused_with_flag_and_sizes(fine, projector):
     with pytest.raises(ValueError, match=rf"--mm_projector_type {projector} merges 2 x 2 .* has 3 x 3; choose"):
         make(fine, tower="odd", mm_projector_type=projector)
 
 
 def test_a_class_token_cannot_be_merged(fine):
-    with pytest.raises(ValueError, match=f"{MERGING[0]} merges squares .* --mm_vision_select_feature patch"):
-        make(fine, tower="clip", mm_projector_type=MERGING[0], mm_vision_select_feature="cls_patch")
+    with pytest.raises(ValueError, match=f"{MERGING} merges squares .* --mm_vision_select_feature patch"):
+        make(fine, tower="clip", mm_projector_type=MERGING, mm_vision_select_feature="cls_patch")
 
 
 def test_an_unknown_projector_is_refused_with_the_known_ones():
@@ -195,7 +136,7 @@ def test_an_unknown_projector_is_refused_with_the_known_ones():
 # --- what counts their tokens -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("projector", MERGING)
+@pytest.mark.parametrize("projector", [MERGING])
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
 def test_lengths_layout_and_rows_agree_in_every_mode(fine, tmp_path, shapes, mode, projector):
     model, trainer = built(fine, tmp_path, shapes, mode, projector)
@@ -213,7 +154,7 @@ def test_lengths_layout_and_rows_agree_in_every_mode(fine, tmp_path, shapes, mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [MODES[0], MODES[4]], ids=["square", "unpad"])
-@pytest.mark.parametrize("projector", MERGING)
+@pytest.mark.parametrize("projector", [MERGING])
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(fine, tmp_path, shapes, mode, projector):
     model, trainer = built(fine, tmp_path, shapes, mode, projector)
     data = trainer.train_dataset
@@ -228,7 +169,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(fine, tmp
 
 @no_rotary_product
 @pytest.mark.parametrize("mode", [MODES[0], MODES[4]], ids=["square", "unpad"])
-@pytest.mark.parametrize("projector", MERGING + OTHERS)
+@pytest.mark.parametrize("projector", [MERGING, BEFORE])
 def test_counted_operations_equal_pytorchs_counter(fine, tmp_path, shapes, mode, projector):
     model, trainer = built(fine, tmp_path, shapes, mode, projector, attn_implementation="eager")
     model.get_vision_tower().vision_model.set_attn_implementation("eager")
@@ -246,30 +187,21 @@ def test_the_memory_estimate_knows_that_more_pictures_fit_into_the_same_tokens(f
         projector: estimate_memory(
             make(fine, tower="fine", mm_projector_type=projector).train(), training_arguments(tmp_path), 64
         )
-        for projector in ("mlp2x_gelu", *MERGING)
+        for projector in ("mlp2x_gelu", MERGING)
     }
-    for projector in MERGING:
-        assert estimates[projector].tower_layer == 4 * estimates["mlp2x_gelu"].tower_layer
-        more = estimates[projector].embeddings - estimates["mlp2x_gelu"].embeddings
-        assert more == (16 - 4) * 16 * 24 * 4  # the features of 16 pictures, not 4; as many visual tokens
-
-
-def test_the_memory_estimate_has_the_mixs_weights_over_the_vocabulary(fine, tmp_path):
-    plain, mixed = (
-        estimate_memory(make(fine, tower="fine", mm_projector_type=projector).train(), training_arguments(tmp_path), 64)
-        for projector in ("mlp2x_gelu", "vocab_mix_mlp2x_gelu")
-    )
-    assert mixed.embeddings - plain.embeddings == 4 * 16 * 320 * 3 * 4  # 4 pictures of 16 tokens; float32 throughout
+    assert estimates[MERGING].tower_layer == 4 * estimates["mlp2x_gelu"].tower_layer
+    more = estimates[MERGING].embeddings - estimates["mlp2x_gelu"].embeddings
+    assert more == (16 - 4) * 16 * 24 * 4  # the features of 16 pictures, not 4; as many visual tokens
 
 
 # --- through training, loading and the analyses -----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=MERGING)
-def checkpoint(request, fine, shapes, tmp_path_factory):
+@pytest.fixture(scope="module")
+def checkpoint(fine, shapes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("merged")
     captions = {"data_path": shapes["data_path"].with_name("pretrain.json"), "image_folder": shapes["image_folder"]}
-    shared = {"tower": "fine", "mm_projector_type": request.param} | MODES[3]
+    shared = {"tower": "fine", "mm_projector_type": MERGING} | MODES[3]
     train_module.train(flags(fine, folder / "s1", 1, **captions, **shared))
     adapter = {"pretrain_mm_mlp_adapter": folder / "s1/mm_projector.bin"}
     train_module.train(flags(fine, folder / "s2", 2, **shapes, **shared, **adapter))
@@ -281,7 +213,7 @@ def test_both_stages_train_and_the_checkpoint_answers(checkpoint):
     assert model.crop_rules().tokens_per_crop == 4 and len(greedy_tokens(model)) == 12
 
 
-@pytest.mark.parametrize("projector", OTHERS)
+@pytest.mark.parametrize("projector", [BEFORE])
 def test_both_stages_train_other_projectors_and_the_checkpoint_answers(fine, shapes, tmp_path, projector):
     captions = {"data_path": shapes["data_path"].with_name("pretrain.json"), "image_folder": shapes["image_folder"]}
     shared = {"tower": "fine", "mm_projector_type": projector, "norm": "none"}
@@ -319,4 +251,4 @@ def test_the_analyses_know_the_place_of_every_merged_token(checkpoint):
 
 
 def test_the_tiny_towers_four_patches_become_one_token(tiny):
-    assert make(tiny, mm_projector_type=MERGING[0]).crop_rules().tokens_per_crop == V // 4
+    assert make(tiny, mm_projector_type=MERGING).crop_rules().tokens_per_crop == V // 4

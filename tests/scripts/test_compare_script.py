@@ -293,5 +293,6 @@ def test_an_arm_is_a_norm_and_its_initial_norm():
     assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
     assert parse_arm("rmsnorm@0.25x") == Arm("rmsnorm", "0.25x")
     assert parse_arm("layernorm@default") == Arm("layernorm", "default")
-    assert parse_arm("scale-fixed") == Arm("scale", "text_norm", learnable=False)
-    assert parse_arm("scale@4x-fixed") == Arm("scale", "4x", learnable=False)
+    assert parse_arm("rmsnorm-fixed") == Arm("rmsnorm", "text_norm", learnable=False)
+    assert parse_arm("rmsnorm@4x-fixed") == Arm("rmsnorm", "4x", learnable=False)
+    assert parse_arm("scale-fixed", recorded=True) == Arm("scale", "text_norm", learnable=False)

@@ -113,8 +113,9 @@ def test_another_projector_is_an_arm_whose_own_weights_may_differ(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("pre_layernorm_mlp0x_gelu", "is not one of: none, .*vocab_mix_mlpNx_gelu"), ("mlp2x_gelu", "leave it out")]
-    + [("pre_layernorm_mlp2x_gelu-fixed", "is not one of")],
+    [("pre_layernorm_mlp0x_gelu", "is not one of: none, .*pre_layernorm_mlpNx_gelu"), ("mlp2x_gelu", "leave it out")]
+    + [("pre_layernorm_mlp2x_gelu-fixed", "is not one of"), ("scale-fixed", "docs/study.md names the commit")]
+    + [("vocab_mix_mlp2x_gelu", "docs/study.md names the commit")],
 )
 def test_other_names_of_arms_are_refused(name, reason):
     with pytest.raises(ValueError, match=f"--arms {name}: .*{reason}"):
@@ -122,9 +123,10 @@ def test_other_names_of_arms_are_refused(name, reason):
 
 
 def test_an_arms_projector_reaches_the_scripts():
-    assert parse_arm("vocab_mix_mlp3x_gelu").settings | {"PROJECTOR": "vocab_mix_mlp3x_gelu", "NORM": "none"} == (
-        parse_arm("vocab_mix_mlp3x_gelu").settings
-    )
+    assert parse_arm("pre_layernorm_mlp3x_gelu").settings | {
+        "PROJECTOR": "pre_layernorm_mlp3x_gelu",
+        "NORM": "none",
+    } == (parse_arm("pre_layernorm_mlp3x_gelu").settings)
     assert not parse_arm("gwc_layernorm").settings["PROJECTOR"]
 
 

@@ -7,6 +7,7 @@ import pytest
 from paths import ROOT
 
 from llava.compare import figures
+from llava.compare.arms import REMOVED_NORMS
 from llava.compare.plan import read_plan
 from llava.compare.record import read_record
 from llava.compare.tables import Statistics
@@ -31,7 +32,7 @@ def content(uri):
 
 
 def test_every_norm_and_every_kind_of_token_has_a_colour_of_its_own():
-    assert set(NORM_COLOURS) == set(NORM_TYPES)
+    assert set(NORM_COLOURS) == {*NORM_TYPES, *REMOVED_NORMS}
     colours = [*NORM_COLOURS.values(), *TOKENS, presentation.NEUTRAL]
     assert len(set(colours)) == len(colours)
 

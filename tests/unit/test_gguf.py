@@ -142,16 +142,6 @@ def test_the_graph_with_two_norms_computes_our_layernorm_at_any_scale(size):
         assert ((yi_graph(features, weights, 1e-6) - ours).norm() / ours.norm()).item() < 5e-5
 
 
-def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
-    config = SimpleNamespace(hidden_size=16, mm_hidden_size=8, mm_projector_type="mlp2x_gelu")
-    config.mm_projector_norm, config.mm_projector_norm_target = "gwc_scale", 2.0
-    config.mm_projector_norm_init_gain = 0.03
-    projector, features = build_vision_projector(config), torch.randn(5, 8)
-    weights = projector_tensors(projector, features, eps=1e-6)
-    hidden = torch.nn.functional.gelu(features @ weights["mm.0.weight"].T + weights["mm.0.bias"])
-    torch.testing.assert_close(hidden @ weights["mm.2.weight"].T + weights["mm.2.bias"], projector(features))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,8 @@ from llava.model.multimodal_projector.norm import (
     NormClip,
     ProjectorNorm,
     ProjectorNormArguments,
-    UniformScale,
-    fit_to_tokens,
     mean_text_embedding_norm,
     norm_differences,
-    paper_names,
-    record_norm,
     resolve_target_norm,
     with_norm_arguments,
 )
@@ -64,8 +59,6 @@ def gradients(norm: nn.Module, x: torch.Tensor, call=None) -> dict[str, torch.Te
 def reference(norm: ProjectorNorm, x: torch.Tensor) -> torch.Tensor:
     """The textbook formula in float64 (of a norm: paper eq. 22, 23)."""
     x, gain = x.double(), norm.weight.double()
-    if isinstance(norm, UniformScale):
-        return x * gain
     if isinstance(norm, NormClip):
         return torch.where(x.norm(dim=-1, keepdim=True) > gain, x / x.norm(dim=-1, keepdim=True) * gain, x)
     if norm.has_bias:
@@ -111,7 +104,7 @@ def test_compensation_equals_scaling_at_x_hat_in_float64(name):
     def paper(x):
         centred = x - x.mean(-1, keepdim=True) if norm.has_bias else x
         root = (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        x_hat = x.clone() if isinstance(norm, UniformScale) else centred / root
+        x_hat = centred / root
         x_hat.register_hook(lambda grad: grad * scale)
         return x_hat * norm.weight + (norm.bias if norm.has_bias else 0)
 
@@ -243,29 +236,6 @@ def test_init_flag_means_text_norm_default_or_a_norm():
             resolve_target_norm(bad, weight)
 
 
-@pytest.mark.parametrize("name", ["scale", "gwc_scale"])
-def test_scale_gives_the_first_tokens_the_mean_target_norm(name):
-    norm, x = NORM_TYPES[name](D), inputs() * torch.linspace(0.5, 2, 7)[:, None]
-    config = SimpleNamespace(mm_projector_norm_target=1.09, mm_projector_norm_init_gain=None)
-    fit_to_tokens(norm, config, x.flatten(0, 1))
-    before, after = x.norm(dim=-1), norm(x).norm(dim=-1)
-    assert after.mean().item() == pytest.approx(1.09, rel=1e-5)
-    torch.testing.assert_close(after / after.mean(), before / before.mean())
-    assert config.mm_projector_norm_init_gain == pytest.approx(norm.weight.item(), rel=1e-6)
-    with pytest.raises(ValueError, match="mean norm of nan"):
-        fit_to_tokens(norm, config, x.flatten(0, 1) * math.nan)
-
-
-def test_compensated_scale_passes_the_gradient_as_if_there_were_no_factor():
-    """d/dx of a x is a; divided by |a| only its sign is left, unless |a| is below the minimum gain."""
-    for factor, expected in ((0.02, 1.0), (-0.02, -1.0), (3.0, 1.0), (1e-5, 1e-2)):
-        norm, x = NORM_TYPES["gwc_scale"](D, init_gain=factor), inputs().requires_grad_()
-        grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
-        norm(x).backward(grad)
-        torch.testing.assert_close(x.grad, expected * grad)
-        torch.testing.assert_close(norm.weight.grad, (x.detach() * grad).sum()[None])
-
-
 def test_clip_keeps_tokens_below_the_target_bit_for_bit_and_zeros_zero():
     norm = NORM_TYPES["clip"](D, init_gain=NormClip.gain_for(2.0, D))
     x = torch.nn.functional.normalize(inputs(), dim=-1) * torch.tensor([0.0, 0.5, 1, 1.9, 2.1, 40, 4000])[:, None]
@@ -279,8 +249,8 @@ def test_clip_keeps_tokens_below_the_target_bit_for_bit_and_zeros_zero():
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("mm_projector_norm", "batchnorm"), ("mm_projector_norm_init", "4y"), ("mm_projector_norm_eps", 0.0),
-     ("mm_projector_norm_min_gain", -1.0)],
+    [("mm_projector_norm", "batchnorm"), ("mm_projector_norm", "scale"), ("mm_projector_norm_init", "4y"),
+     ("mm_projector_norm_eps", 0.0), ("mm_projector_norm_min_gain", -1.0)],
 )  # fmt: skip
 def test_a_wrong_flag_is_refused_by_name(flag, value):
     with pytest.raises(ValueError, match=f"--{flag}: expected .* found"):
@@ -300,22 +270,9 @@ def test_upstreams_arguments_take_the_norms_fields_after_their_own():
     assert extended.__name__ == "ModelArguments" and issubclass(extended, ModelArguments)
 
 
-def test_an_arm_that_needs_tokens_is_refused_where_nobody_measures_them():
-    flags = ProjectorNormArguments(mm_projector_norm="scale")
-    with pytest.raises(ValueError, match="--mm_projector_norm scale.*first visual tokens"):
-        record_norm(SimpleNamespace(hidden_size=D), flags, torch.ones(4, D))
-
-
 def test_settings_that_define_a_norm_are_compared_with_their_defaults():
     recorded = {"mm_projector_norm": "rmsnorm", "mm_projector_norm_init": "default", "mm_projector_norm_eps": 1e-6}
     requested = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)
     assert norm_differences(recorded, requested) == [("mm_projector_norm_eps", 1e-6, 1e-5)]
     assert norm_differences({}, requested) == [("mm_projector_norm", "none", "rmsnorm")]
     assert norm_differences({}, ProjectorNormArguments(mm_projector_norm_eps=1.0)) == []
-
-
-def test_an_arm_that_is_derived_from_one_of_the_papers_is_none_of_them():
-    class Derived(GlobalWeightCompensatedLayerNorm):
-        pass
-
-    assert paper_names({"none": None, "derived": Derived, "of_the_paper": Derived.__base__}).keys() == {"of_the_paper"}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava.model.multimodal_projector.norm import norm_differences, projector_norm
+from llava.model.multimodal_projector.norm import norm_differences
 from llava.model.zero3 import full_shape, full_state_dict, gathered, load_full_state_dict
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def load_adapter(
     Args:
         projector: the projector that was built from `config`, and so from this run's flags.
         path: `mm_projector.bin`, or the folder that holds it. A `config.json` next to it names its types.
-        config: the model's config; gets the initial gain of a norm that was set by visual tokens.
+        config: the model's config.
         newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
     Raises:
@@ -58,9 +58,6 @@ def load_adapter(
     _check_match(projector, state_dict, path, config)
     load_full_state_dict(projector, state_dict)
     _load_newline(newline, {k: v for k, v in tensors.items() if k.split(".")[-1] == _NEWLINE}, path)
-    norm = projector_norm(projector)
-    if norm is not None and norm.measures_tokens:  # the adapter's run has measured the tokens
-        config.mm_projector_norm_init_gain = float(state_dict[f"{len(list(projector.children())) - 1}.weight"])
 
 
 @torch.no_grad()

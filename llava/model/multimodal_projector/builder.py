@@ -11,59 +11,31 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from llava.model.multimodal_projector.norm import end_with_norm
 
 
 class MergePatches(nn.Module):
-    """Makes one token of each square of patches: [N, V, E] to [N, V / side ** 2, side ** 2 * E], or E with `mean`.
+    """Joins the channels of each square of patches into one token, patch after patch, row by row.
 
-    Patches and tokens come row by row. The channels of a square are joined patch after patch, row by row, as the pixel
-    shuffles of Idefics3 and InternVL in transformers do.
+    Patches and tokens come row by row, as in the pixel shuffles of Idefics3 and InternVL in transformers.
 
     Args:
         side: patches along a square.
-        mean: the patches are averaged instead of joined.
     """
 
-    def __init__(self, side: int, mean: bool = False):
+    def __init__(self, side: int):
         super().__init__()
-        self.side, self.mean = side, mean
+        self.side = side
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        tokens = math.isqrt(features.shape[-2]) // self.side
-        squares = features.unflatten(-2, (tokens, self.side, tokens, self.side)).transpose(-4, -3).flatten(-5, -4)
-        return squares.mean(dim=(-3, -2)) if self.mean else squares.flatten(-3)
+        tokens = math.isqrt(features.shape[-2]) // self.side  # in a row of `features` [N, V, E]
+        squares = features.unflatten(-2, (tokens, self.side, tokens, self.side))  # [N, tokens, side, tokens, side, E]
+        return squares.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [N, V / side ** 2, side ** 2 * E]
 
     def extra_repr(self) -> str:
-        return f"side={self.side}, mean={self.mean}"
-
-
-class VocabularyMix(nn.Module):
-    """Makes each visual token a convex combination of the text embeddings: `softmax(x E^T) E` [N, V, D].
-
-    The connector of AlignVLM (arXiv 2502.01341), with the text embedding E [C, D] itself in both places: no token is
-    longer than the longest row of E, without a norm. E trains wherever the language model's embedding does.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._embedding: tuple[nn.Module, ...] = ()  # in a tuple, so that it stays the decoder's parameter alone
-
-    def follow(self, embedding: nn.Module) -> None:
-        """Sets E, the text embedding as it is now; before every run, since a model's embedding may be replaced."""
-        self._embedding = (embedding,)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (embedding,) = self._embedding
-        rows = embedding.get_parameter("weight")
-        weights = F.linear(x.to(rows.dtype), rows).softmax(dim=-1, dtype=torch.float32)
-        tokens = weights.to(rows.dtype) @ rows
-        if (scale := getattr(embedding, "embed_scale", None)) is not None:  # Gemma's rows enter the LLM multiplied
-            tokens = tokens * scale.to(rows.dtype)
-        return tokens.to(x.dtype)
+        return f"side={self.side}"
 
 
 @dataclass(frozen=True)
@@ -99,16 +71,8 @@ def _pixel_shuffle_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.
     return nn.Sequential(MergePatches(2), *_mlp(4 * mm_hidden_size, hidden_size, depth))
 
 
-def _avgpool_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
-    return nn.Sequential(MergePatches(2, mean=True), *_mlp(mm_hidden_size, hidden_size, depth))
-
-
 def _pre_layernorm_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(mm_hidden_size), *_mlp(mm_hidden_size, hidden_size, depth))
-
-
-def _vocab_mix_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
-    return nn.Sequential(*_mlp(mm_hidden_size, hidden_size, depth), VocabularyMix())
 
 
 # LLaVA's linear and identity projectors are bare modules, so their parameter names carry no index.
@@ -117,9 +81,7 @@ PROJECTOR_TYPES: dict[str, ProjectorType] = {
     "identity": ProjectorType(_identity),
     "mlpNx_gelu": ProjectorType(_mlp),
     "pixel_shuffle_2x_mlpNx_gelu": ProjectorType(_pixel_shuffle_mlp, merge=2),
-    "avgpool_2x_mlpNx_gelu": ProjectorType(_avgpool_mlp, merge=2),
     "pre_layernorm_mlpNx_gelu": ProjectorType(_pre_layernorm_mlp),
-    "vocab_mix_mlpNx_gelu": ProjectorType(_vocab_mix_mlp),
 }
 """Projectors by `mm_projector_type`; N in a name stands for a number from 1."""
 
@@ -137,13 +99,8 @@ def find_projector(name: str) -> tuple[ProjectorType, int]:
             return row, int(match[1]) if match.groups() else 0
     raise ValueError(
         f"--mm_projector_type: expected one of {', '.join(PROJECTOR_TYPES)}, with a number for N as in mlp2x_gelu; "
-        f"found {name!r}"
+        f"found {name!r} (docs/study.md names the commit that has the exploratory ones)"
     )
-
-
-def vocabulary_mix(projector: nn.Module) -> VocabularyMix | None:
-    """The part of `projector` that needs the text embedding, or None."""
-    return next((part for part in projector.modules() if isinstance(part, VocabularyMix)), None)
 
 
 def build_vision_projector(config: PretrainedConfig) -> nn.Module:

@@ -5,18 +5,15 @@ its direction slowly. The paper ends the projector with a LayerNorm whose gain i
 visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
 shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
 
-An arm of a comparison is a class here and a row of `NORM_TYPES`. Flags, config, adapter, launcher, comparison and
-patches read that table and `ProjectorNormArguments`.
-
-`patches/apply.py` copies this file into upstream trees: it needs only torch, zero3.py, and the fields of a config.
+An arm of a comparison is a class here and a row of `NORM_TYPES`, which all else reads. `patches/apply.py` copies this
+file into upstream trees: it needs only torch, zero3.py, and the fields of a config.
 
 Shapes: N any leading dimensions, D LLM hidden size.
 """
 
 import logging
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +56,11 @@ class ProjectorNorm(nn.Module):
         init_gain: every element of the initial gain.
         min_gain: lower bound of the mean |gain| that the gradient is divided by (paper eq. 25).
         learnable: False keeps gain and bias fixed.
-
-    Attributes:
-        paper_name: the paper's name of this arm, if it has one.
-        compensated: whether the gradient is divided by the mean |gain|.
-        has_bias: whether a bias is added.
-        one_gain: whether the gain is a single number instead of D.
-        measures_tokens: whether the initial gain depends on the first visual tokens, not on the target alone.
     """
 
-    paper_name: str | None = None
-    compensated = False
+    compensated = False  # whether the gradient is divided by the mean |gain|
     has_bias = False
-    one_gain = False
-    measures_tokens = False
+    one_gain = False  # whether the gain is a single number instead of D
 
     def __init__(
         self,
@@ -117,14 +105,10 @@ class ProjectorNorm(nn.Module):
         """The layer's output [N, D] for `x` [N, D]; it acts on the last dimension."""
         raise NotImplementedError
 
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, init_gain={self.init_gain:.6g}, learnable={self.learnable}"
-
 
 class AlignedLayerNorm(ProjectorNorm):
     """LayerNorm with an aligned initial gain and the plain backward."""
 
-    paper_name = "w/ Norm, w/o GWC"
     has_bias = True
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +118,6 @@ class AlignedLayerNorm(ProjectorNorm):
 class GlobalWeightCompensatedLayerNorm(AlignedLayerNorm):
     """LayerNorm with an aligned initial gain and global weight compensation (paper eq. 22 to 26)."""
 
-    paper_name = "w/ Norm, w/ GWC"
     compensated = True
 
 
@@ -148,28 +131,6 @@ class AlignedRMSNorm(ProjectorNorm):
 
 class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
     """RMSNorm with an aligned initial gain and global weight compensation."""
-
-    compensated = True
-
-
-class UniformScale(ProjectorNorm):
-    """One factor for all visual tokens, `y = a x`, set so that the first ones have the target norm on average.
-
-    The control for the norm arms: it closes the gap, but keeps the differences in norm between tokens.
-    """
-
-    one_gain = True
-    measures_tokens = True
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.to(x.dtype)
-
-
-class GlobalWeightCompensatedScale(UniformScale):
-    """`UniformScale` whose gradient at `x` is `a / max(|a|, min_gain)` times that at `y`: only the sign of `a` remains.
-
-    The projector is trained as if its output entered the LLM unscaled, as with the compensated norms.
-    """
 
     compensated = True
 
@@ -194,18 +155,10 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "gwc_layernorm": GlobalWeightCompensatedLayerNorm,
     "rmsnorm": AlignedRMSNorm,
     "gwc_rmsnorm": GlobalWeightCompensatedRMSNorm,
-    "scale": UniformScale,
-    "gwc_scale": GlobalWeightCompensatedScale,
     "clip": NormClip,
 }
 
-
-def paper_names(types: Mapping[str, type[ProjectorNorm] | None]) -> dict[str, str]:
-    """The arms among `types` that the paper has, with its names; a class does not inherit the name of its parent."""
-    return {name: vars(norm)["paper_name"] for name, norm in types.items() if norm and vars(norm).get("paper_name")}
-
-
-PAPER_ARMS = {"none": "w/o Norm"} | paper_names(NORM_TYPES)
+PAPER_ARMS = {"none": "w/o Norm", "layernorm": "w/ Norm, w/o GWC", "gwc_layernorm": "w/ Norm, w/ GWC"}
 """The paper's arms, with its names for them."""
 
 
@@ -218,8 +171,8 @@ class ProjectorNormArguments:
         metadata={
             "choices": NORM_TYPES.keys(),  # also those that plug-ins add
             "help": "Last layer of the projector: none (LLaVA); layernorm or rmsnorm, with a gain aligned with the "
-            "text norm; scale, one factor that gives the first visual tokens that norm; clip, which scales larger "
-            "tokens down to it. gwc_ adds global weight compensation of the gradient.",
+            "text norm; clip, which scales larger tokens down to it. gwc_ adds global weight compensation of the "
+            "gradient.",
         },
     )
     mm_projector_norm_init: str = field(
@@ -240,8 +193,7 @@ class ProjectorNormArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.mm_projector_norm not in NORM_TYPES:
-            raise ValueError(_unknown_norm(self.mm_projector_norm))
+        norm_class(self.mm_projector_norm)
         parse_init(self.mm_projector_norm_init)
         for name in ("mm_projector_norm_eps", "mm_projector_norm_min_gain"):
             value = getattr(self, name)
@@ -265,12 +217,13 @@ def norm_differences(recorded: object, requested: object) -> list[tuple[str, obj
     """The fields, with both values, that make two trained norms different layers.
 
     Args:
-        recorded, wanted: configs or flags, as objects or mappings; a missing field has its default.
+        recorded, requested: configs or flags, as objects or mappings; a missing field has its default.
     """
-    both = [(name, _setting(recorded, name), _setting(requested, name)) for name in NORM_FIELDS]
-    if any(name == "mm_projector_norm" and "none" in values for name, *values in both):
-        both = both[:1]  # without a norm the other settings mean nothing
-    return [(name, a, b) for name, a, b in both if a != b and name not in _FREE_FIELDS]
+    names = [name for name in NORM_FIELDS if name not in _FREE_FIELDS]
+    if "none" in (_setting(source, "mm_projector_norm") for source in (recorded, requested)):
+        names = ["mm_projector_norm"]  # without a norm the other settings mean nothing
+    both = [(name, _setting(recorded, name), _setting(requested, name)) for name in names]
+    return [(name, a, b) for name, a, b in both if a != b]
 
 
 def _setting(source: object, name: str) -> Any:
@@ -278,45 +231,32 @@ def _setting(source: object, name: str) -> Any:
     return _DEFAULTS[name] if value is None else value
 
 
-def _unknown_norm(name: object) -> str:
-    return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r} (--plugin FILE adds one)"
+def norm_class(name: str) -> type[ProjectorNorm] | None:
+    """The class of `mm_projector_norm`, None for `none`; raises ValueError where there is no such norm."""
+    if name not in NORM_TYPES:
+        raise ValueError(
+            f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r} (--plugin FILE adds one; "
+            "docs/study.md names the commit that has the exploratory ones)"
+        )
+    return NORM_TYPES[name]
 
 
-def record_norm(
-    config: "PretrainedConfig", flags: object, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False
-) -> None:
+def record_norm(config: "PretrainedConfig", flags: object, embedding: nn.Module | torch.Tensor) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
         config: model config with `hidden_size`.
         flags: an object with the fields `NORM_FIELDS`.
         embedding: the text embedding before any token is added, see `mean_text_embedding_norm`.
-        sees_tokens: the caller will set a gain that depends on the first visual tokens, by `fit_to_tokens`.
-
-    Raises:
-        ValueError: the arm needs the first visual tokens, which the caller will not measure.
     """
     for name in NORM_FIELDS:
         setattr(config, name, getattr(flags, name))
-    norm_type = NORM_TYPES[config.mm_projector_norm]
-    if norm_type is None:
-        return
-    if norm_type.measures_tokens and not sees_tokens:
-        raise ValueError(
-            f"--mm_projector_norm {config.mm_projector_norm}: its factor depends on the first visual tokens, which "
-            "this trainer does not measure; train this arm with the tree that the patch comes from"
-        )
-    target = resolve_target_norm(config.mm_projector_norm_init, embedding)
-    config.mm_projector_norm_target = target
-    gain = None if norm_type.measures_tokens else norm_type.gain_for(target, config.hidden_size)
-    config.mm_projector_norm_init_gain = gain
-    logger.info(
-        "mm_projector_norm=%s: target norm %.6g (%s), initial gain %s",
-        config.mm_projector_norm,
-        target,
-        config.mm_projector_norm_init,
-        "set by the first visual tokens" if gain is None else f"{gain:.6g}",
-    )
+    name, init = config.mm_projector_norm, config.mm_projector_norm_init
+    norm_type = norm_class(name)
+    if norm_type is not None:
+        target = config.mm_projector_norm_target = resolve_target_norm(init, embedding)
+        gain = config.mm_projector_norm_init_gain = norm_type.gain_for(target, config.hidden_size)
+        logger.info("mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g", name, target, init, gain)
 
 
 def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
@@ -328,9 +268,7 @@ def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
         ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
     """
     name = _setting(config, "mm_projector_norm")
-    if name not in NORM_TYPES:
-        raise ValueError(_unknown_norm(name))
-    norm_type = NORM_TYPES[name]
+    norm_type = norm_class(name)
     if norm_type is None:
         return None
     target = getattr(config, "mm_projector_norm_target", None)
@@ -338,35 +276,13 @@ def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
         raise ValueError(
             f"config has mm_projector_norm={name} but no mm_projector_norm_target (the initial norm of visual tokens)"
         )
-    if norm_type.measures_tokens:
-        gain = getattr(config, "mm_projector_norm_init_gain", None) or 1.0
-    else:
-        gain = norm_type.gain_for(target, config.hidden_size)
     return norm_type(
         config.hidden_size,
         eps=_setting(config, "mm_projector_norm_eps"),
-        init_gain=gain,
+        init_gain=norm_type.gain_for(target, config.hidden_size),
         min_gain=_setting(config, "mm_projector_norm_min_gain"),
         learnable=_setting(config, "mm_projector_norm_learnable"),
     )
-
-
-@torch.no_grad()
-def fit_to_tokens(norm: ProjectorNorm, config: "PretrainedConfig", tokens: torch.Tensor) -> None:
-    """Sets the one factor so that `tokens` [N, D], as they reach the norm, leave it with the target norm on average.
-
-    Every rank must call, with the same tokens. The factor is recorded in `config`.
-
-    Raises:
-        ValueError: the tokens are not finite, or all zero.
-    """
-    mean = tokens.float().norm(dim=-1).mean().item()
-    if not (math.isfinite(mean) and mean > 0):
-        raise ValueError(f"the first visual tokens have a mean norm of {mean}; check the vision tower's weights")
-    norm.init_gain = config.mm_projector_norm_init_gain = config.mm_projector_norm_target / mean
-    with gathered(norm.weight, modifier_rank=0):
-        norm.weight.fill_(norm.init_gain)
-    logger.info("the first visual tokens have norm %.6g, so the factor starts at %.6g", mean, norm.init_gain)
 
 
 def end_with_norm(projector: nn.Module, config: "PretrainedConfig") -> nn.Module:
@@ -403,9 +319,8 @@ def parse_init(init: str | float) -> tuple[str, float]:
     text = str(init)
     if text in ("text_norm", "default"):
         return text, 1.0
-    multiple = re.fullmatch(r"(.+)x", text)
     try:
-        value = float(multiple[1] if multiple else text)
+        value = float(text.removesuffix("x"))
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
@@ -413,19 +328,11 @@ def parse_init(init: str | float) -> tuple[str, float]:
             "--mm_projector_norm_init: expected 'text_norm', a multiple of it such as '3x', 'default', or a positive "
             f"number (the initial norm of visual tokens); found {init!r}"
         )
-    return ("text_norm" if multiple else "norm"), value
+    return ("text_norm" if text.endswith("x") else "norm"), value
 
 
 def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
-    """The initial L2 norm of visual tokens.
-
-    Args:
-        init: see `parse_init`.
-        embedding: the text embedding, see `mean_text_embedding_norm`.
-
-    Raises:
-        ValueError: see `parse_init` and `mean_text_embedding_norm`.
-    """
+    """The initial L2 norm of visual tokens: `parse_init` reads `init`, `mean_text_embedding_norm` the embedding."""
     unit, value = parse_init(init)
     if unit == "text_norm":
         return value * mean_text_embedding_norm(embedding)
@@ -452,12 +359,9 @@ def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: in
     with gathered(weight):
         if weight.is_meta:
             raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
-        chunks: Iterable[torch.Tensor]
-        if isinstance(embedding, torch.Tensor):
-            chunks = embedding.split(chunk_rows)
-        else:
-            chunks = map(embedding, torch.arange(len(weight), device=weight.device).split(chunk_rows))
-        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in chunks])
+        read = weight.__getitem__ if isinstance(embedding, torch.Tensor) else embedding
+        ids = torch.arange(len(weight), device=weight.device)
+        norms = torch.cat([read(rows).float().norm(dim=-1).cpu() for rows in ids.split(chunk_rows)])
     bad = (~torch.isfinite(norms)).nonzero().flatten()
     if len(bad):
         raise ValueError(
