@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
-from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX, MAX_ASPECT_RATIO
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import Image as Place
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -317,11 +317,10 @@ def is_captioner(template: Conversation) -> bool:
     return template.sep_style is SeparatorStyle.PLAIN
 
 
-def load_picture(source: str, max_aspect_ratio: float = MAX_ASPECT_RATIO, called: str = "--image-file") -> Image.Image:
+def load_picture(source: str, called: str = "--image-file") -> Image.Image:
     """The picture at a path or http(s) address.
 
     Args:
-        max_aspect_ratio: see `read_picture`.
         called: what the caller names it by, for messages.
 
     Raises:
@@ -329,21 +328,20 @@ def load_picture(source: str, max_aspect_ratio: float = MAX_ASPECT_RATIO, called
     """
     called = f"{called} {source}"
     remote = source.startswith(("http://", "https://"))
-    return read_picture(_download(source, called) if remote else source, called, max_aspect_ratio)
+    return read_picture(_download(source, called) if remote else source, called)
 
 
-def read_picture(file: str | Path | io.BytesIO, called: str, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Image.Image:
+def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
     """The picture in a file or its bytes, checked as training checks its pictures; nothing is ever downloaded.
 
     Args:
         called: what messages call it.
-        max_aspect_ratio: see `llava.data.images.ImageStore`.
 
     Raises:
         ValueError: it is missing, or not a picture; the message names it.
     """
     try:
-        with picture_header(file, max_aspect_ratio) as image:
+        with picture_header(file) as image:
             return decoded(image)
     except FileNotFoundError:
         raise ValueError(f"{called}: no such file") from None

@@ -2,7 +2,6 @@
 
 import argparse
 
-from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import conv_templates
 from llava.utils.commands import DTYPES, add_device_argument, add_plugin_argument
 
@@ -20,13 +19,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) 
         choices=list(conv_templates),
         metavar="TEMPLATE",
         help="conversation template (default: the one that the checkpoint was trained with)",
-    )
-    parser.add_argument(
-        "--max-image-aspect-ratio",
-        "--max_image_aspect_ratio",  # as messages and the trainer write it
-        type=float,
-        default=MAX_ASPECT_RATIO,
-        help=f"maximum ratio of a picture's longer side to its shorter (default: {MAX_ASPECT_RATIO:g})",
     )
     add_device_argument(parser)
     add_plugin_argument(parser)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from llava.constants import MAX_ASPECT_RATIO
 from llava.data.checks import Image as Place
 from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.errors import DataError, named_by
@@ -58,7 +57,6 @@ class ImageStore:
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
         orientation: `stored` or `exif`, see `llava.utils.pixels`.
-        max_aspect_ratio: longer side over shorter side, beyond which a picture is refused.
 
     Raises:
         DataError: there is no such folder, or the zip file cannot be read.
@@ -73,7 +71,6 @@ class ImageStore:
         others: Sequence[str | None] = (),
         setting: str = "--image_folder",
         orientation: str = "stored",
-        max_aspect_ratio: float = MAX_ASPECT_RATIO,
     ):
         self.root, self.setting = Path(image_folder or ""), setting
         with named_by(setting):
@@ -81,18 +78,11 @@ class ImageStore:
                 raise DataError(self.root, f"no such folder or zip file{starts_from(self.root)}")
             self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self.follow_links = follow_links
-        self.orientation, self.max_aspect_ratio = orientation, max_aspect_ratio
+        self.orientation = orientation
         self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
         self.others = {
-            other: ImageStore(
-                other,
-                cache_dir,
-                follow_links,
-                setting=_OF_AN_ENTRY,
-                orientation=orientation,
-                max_aspect_ratio=max_aspect_ratio,
-            )
+            other: ImageStore(other, cache_dir, follow_links, setting=_OF_AN_ENTRY, orientation=orientation)
             for other in others
             if other is not None
         }
@@ -106,8 +96,9 @@ class ImageStore:
     def identity(self) -> str:
         """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
         own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
-        read = f"{self.orientation} {self.max_aspect_ratio:g}"
-        return "; ".join([own, read, *(other and self.others[other].identity() or "own" for other in self._places)])
+        return "; ".join(
+            [own, self.orientation, *(other and self.others[other].identity() or "own" for other in self._places)]
+        )
 
     def content(self, images: Iterable[Place], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
@@ -194,7 +185,7 @@ class ImageStore:
             return
         source = self._source(image)
         try:
-            with picture_header(source, self.max_aspect_ratio) as picture:
+            with picture_header(source) as picture:
                 yield picture
         except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
             raise self._unreadable(image, str(error) or type(error).__name__) from error
@@ -255,7 +246,7 @@ class ImageStore:
         return ImageError(
             "image_outside",
             f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
-            "holds all images, or, where links lead out of it, pass --follow_image_links True",
+            "holds all images, links resolved, or give a mixture's entries folders of their own",
         )
 
     def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
@@ -263,7 +254,7 @@ class ImageStore:
 
 
 @contextmanager
-def picture_header(source: str | Path | BytesIO, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Iterator[Image.Image]:
+def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
     """A picture that is not decoded yet; only `_FORMATS` are tried, and Pillow's limit of pixels is enforced.
 
     Raises:
@@ -272,7 +263,7 @@ def picture_header(source: str | Path | BytesIO, max_aspect_ratio: float = MAX_A
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(source, formats=_known_formats()) as picture:
-            check_header(picture, max_aspect_ratio)
+            check_header(picture)
             yield picture
 
 

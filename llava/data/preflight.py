@@ -12,7 +12,6 @@ import sys
 import time
 
 from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
-from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import get_template
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
@@ -62,15 +61,8 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
         "--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws (default 42)"
     )
     parser.add_argument("--recheck", action="store_true", help="check again, ignoring an earlier result")
-    parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument(
         "--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training (default stored)"
-    )
-    parser.add_argument(
-        "--max_image_aspect_ratio",
-        type=float,
-        default=MAX_ASPECT_RATIO,
-        help=f"as in training (default {MAX_ASPECT_RATIO:g})",
     )
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
@@ -95,12 +87,7 @@ def show(args: argparse.Namespace) -> int:
     """Checks the data and prints the findings; returns 1 if there are faults, else 0."""
     table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
     images = ImageStore(
-        args.image_folder,
-        args.data_cache_dir,
-        args.follow_image_links,
-        table.image_folders,
-        orientation=args.image_orientation,
-        max_aspect_ratio=args.max_image_aspect_ratio,
+        args.image_folder, args.data_cache_dir, others=table.image_folders, orientation=args.image_orientation
     )
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
     started = time.time()

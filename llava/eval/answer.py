@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
     part = (args.chunk_idx, args.num_chunks)
-    questions = QuestionRecords(args.data, args.image_folder, part, args.max_image_aspect_ratio)
+    questions = QuestionRecords(args.data, args.image_folder, part)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(args.output.with_name(f".{args.output.name}.lock"), timeout=0):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from llava.anyres import Size
 from llava.asking import Asked
-from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
 from llava.data.checks import Image as Place
 from llava.data.errors import named_by
@@ -48,31 +48,18 @@ class QuestionRecords(Sequence[Question]):
     Args:
         data: see `llava.data.records.load_records`.
         image_folder: pictures are looked up below it; a folder or zip file.
-        max_aspect_ratio: see `llava.data.images.ImageStore`.
         part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
     Raises:
         DataError, OSError: nothing readable there.
     """
 
-    def __init__(
-        self,
-        data: str,
-        image_folder: str | None,
-        part: tuple[int, int] = (0, 1),
-        max_aspect_ratio: float = MAX_ASPECT_RATIO,
-    ):
+    def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
         with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
         others = self.records.image_folders
-        self._store = partial(
-            ImageStore,
-            image_folder,
-            follow_links=True,
-            others=others,
-            setting="--image-folder",
-            max_aspect_ratio=max_aspect_ratio,
-        )
+        options = {"follow_links": True, "others": others, "setting": "--image-folder"}
+        self._store = partial(ImageStore, image_folder, **options)
         self.images = self._store()
         size = -(-len(self.records) // part[1])
         start = min(part[0] * size, len(self.records))

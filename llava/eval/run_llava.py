@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from llava.asking_flags import add_model_arguments
-from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER, MAX_ASPECT_RATIO
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
 from llava.utils.commands import Parser, exit_status, whole
 
 
@@ -42,9 +42,8 @@ def eval_model(args: Any) -> str:
     from llava.asking import is_captioner, load_assistant, load_picture  # these take seconds
     from llava.model.decoding import evaluation_options, unused
 
-    bound = getattr(args, "max_image_aspect_ratio", MAX_ASPECT_RATIO)  # LLaVA's function is called without it
     sources = args.image_file.split(args.sep)
-    pictures = [load_picture(source.strip(), max_aspect_ratio=bound) for source in sources]
+    pictures = [load_picture(source.strip()) for source in sources]
     question = place_images(args.query, len(pictures))
     assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
     if is_captioner(assistant.template):

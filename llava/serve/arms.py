@@ -17,7 +17,7 @@ from PIL import Image
 from llava.analysis.attention_figures import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
-from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.model.decoding import chat_options
 from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
@@ -75,9 +75,7 @@ def checked_question(question: str | None) -> str:
     return question
 
 
-def checked_picture(
-    path: str | None, folder: str | Path, most_bytes: int, max_aspect_ratio: float = MAX_ASPECT_RATIO
-) -> Image.Image:
+def checked_picture(path: str | None, folder: str | Path, most_bytes: int) -> Image.Image:
     """The picture of a file uploaded to `folder`, in RGB, checked as those of training are; of animated ones the first
     frame.
 
@@ -90,7 +88,7 @@ def checked_picture(
     if file.stat().st_size > most_bytes:
         raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; the limit is {most_bytes:,}.")
     try:
-        return to_rgb(read_picture(file, file.name, max_aspect_ratio))
+        return to_rgb(read_picture(file, file.name))
     except ValueError as error:
         raise ValueError(f"{str(error).replace(f'{file.parent}/', '')}.") from error
 

@@ -16,7 +16,7 @@ COMMANDS = "/image PATH another picture, /reset clear the conversation, /quit en
 
 def run(args: argparse.Namespace) -> None:
     """Loads picture and checkpoint, then chats."""
-    picture = load_picture(args.image_file, args.max_image_aspect_ratio)
+    picture = load_picture(args.image_file)
     chat(load_chat_assistant(args), picture, args)
 
 
@@ -52,7 +52,7 @@ def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -
         if command == "/quit":
             break
         if command == "/image":
-            new = open_picture(argument.strip(), args.max_image_aspect_ratio)
+            new = open_picture(argument.strip())
             picture, turns = (picture, turns) if new is None else (new, [])
         elif command == "/reset":
             turns = []
@@ -69,10 +69,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def open_picture(path: str, max_aspect_ratio: float) -> Image.Image | None:
+def open_picture(path: str) -> Image.Image | None:
     """The picture that `/image` names; None, and a line that says why, if it cannot be opened."""
     try:
-        picture = load_picture(path, max_aspect_ratio)
+        picture = load_picture(path)
     except ValueError as error:
         say(f"error: /image {str(error).removeprefix('--image-file ')}; the picture is unchanged")
         return None

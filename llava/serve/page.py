@@ -173,12 +173,11 @@ class Page:
     Args:
         folder: where uploaded pictures are; others are not opened.
         most_bytes: largest size of an uploaded picture.
-        limits: further arguments of `checked_picture`.
         same: the value that leaves an output unchanged.
     """
 
-    def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None, **limits: float):
-        self.arms, self.folder, self.most_bytes, self.same, self.limits = arms, folder, most_bytes, same, limits
+    def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None):
+        self.arms, self.folder, self.most_bytes, self.same = arms, folder, most_bytes, same
 
     def shown(self, talks: Sequence[Talk], message: str = "") -> list[object]:
         """Values of state, message, and each arm's chat, heatmap and norms."""
@@ -198,7 +197,7 @@ class Page:
         state, _, *parts = self.shown(self.start())
         try:
             if path:
-                checked_picture(path, self.folder, self.most_bytes, **self.limits)
+                checked_picture(path, self.folder, self.most_bytes)
         except REFUSALS as error:
             return [None, state, refusal(str(error)), *parts]
         return [self.same, state, self.same, *parts]
@@ -236,7 +235,7 @@ class Page:
             return [self.same if new == old else new for new, old in zip(shown, before, strict=True)]
 
         try:
-            picture = checked_picture(path, self.folder, self.most_bytes, **self.limits)
+            picture = checked_picture(path, self.folder, self.most_bytes)
             question = checked_question(question)
             options = sampling_options(temperature) | {"max_new_tokens": int(max_new_tokens)}
             for now in ask_all(self.arms, kept, picture, question, **options):
@@ -250,8 +249,7 @@ class Page:
 
 def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argparse.Namespace) -> Any:
     """The page as Gradio's blocks, with its events; uploads are in `folder`."""
-    limits = {"max_aspect_ratio": args.max_image_aspect_ratio}
-    does = Page(arms, folder, int(args.max_upload * MEGABYTE), gradio.skip(), **limits)
+    does = Page(arms, folder, int(args.max_upload * MEGABYTE), gradio.skip())
     title = " and ".join(arm.name for arm in arms)
     with gradio.Blocks(title=f"LLaVA: {title}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gradio.Markdown("# Ask about a picture")

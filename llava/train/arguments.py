@@ -102,8 +102,6 @@ class DataArguments(Frozen, DataFlags):
     def __post_init__(self) -> None:
         check_modes(self.image_aspect_ratio)
         check_grids_given(self.image_aspect_ratio, self.image_grid_pinpoints)
-        if not self.max_image_aspect_ratio >= 1:
-            raise ValueError(f"--max_image_aspect_ratio {self.max_image_aspect_ratio:g}: expected at least 1")
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Checks that fail before the first step instead of after an hour: flags, paths, and every record with its images."""
 
-import dataclasses
 import logging
 import shlex
 import time
@@ -135,10 +134,8 @@ def check_kernels(training_args: TrainingArguments) -> None:
 
 def image_store(data_args: DataArguments, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
     """The store of the records' images, by the flags and a mixture's entries; messages call its folder `setting`."""
-    cache_dir, follow_links = data_args.data_cache_dir, data_args.follow_image_links
-    orientation, max_aspect_ratio = data_args.image_orientation, data_args.max_image_aspect_ratio
-    others = records.image_folders
-    return ImageStore(data_args.image_folder, cache_dir, follow_links, others, setting, orientation, max_aspect_ratio)
+    options = {"setting": setting, "orientation": data_args.image_orientation}
+    return ImageStore(data_args.image_folder, data_args.data_cache_dir, others=records.image_folders, **options)
 
 
 def checked_records(
@@ -163,12 +160,13 @@ def checked_records(
     seed = data_seed(training_args)
     with named_by(data_from):
         table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, is_first, seed)
-    rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
-    started = time.time()
-    manifest, path = preflight(table, image_store(data_args, table, images_from), rules, recheck=data_args.recheck_data)
+    rules = Rules(get_template(model_args.version), data_args.label_masking)
+    started, command = time.time(), _preflight_command(model_args, data_args, seed)
+    manifest, path = preflight(table, image_store(data_args, table, images_from), rules)
     if manifest.checked < started:
-        logger.info("the data was checked at %s, which is remembered; --recheck_data True checks again", when(manifest))
-    command = _preflight_command(model_args, data_args, seed)
+        logger.info(
+            "the data was checked at %s, which is remembered; checks again: %s --recheck", when(manifest), command
+        )
     with named_by(data_from):
         records = usable_records(table, manifest, data_args.on_bad_record, command)
     _refuse_different_records(records.key, data_from)
@@ -227,12 +225,8 @@ def _preflight_command(model_args: ModelArguments, data_args: DataArguments, see
     options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
     options |= {"version": model_args.version, "label_masking": data_args.label_masking}
     options |= {} if seed == DEFAULT_SEED else {"seed": seed}
-    for field in dataclasses.fields(DataArguments):
-        if field.name in ("image_orientation", "max_image_aspect_ratio"):
-            value = getattr(data_args, field.name)
-            options |= {} if value == field.default else {field.name: value}
+    options |= {} if data_args.image_orientation == "stored" else {"image_orientation": data_args.image_orientation}
     words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
-    words += [f"--{name}" for name in ("full_decode", "follow_image_links") if getattr(data_args, name)]
     return shlex.join(["python", "-m", "llava.data.preflight", *words])
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llava.constants import MAX_ASPECT_RATIO, LossHead
+from llava.constants import LossHead
 
 ROUNDING = "changes rounding only"
 
@@ -145,20 +145,11 @@ class DataFlags:
     eval_image_folder: str | None = flag(
         None, "Where the held-out records' image paths start from; default --image_folder.", identity=False
     )
-    follow_image_links: bool = flag(
-        False, "Allow links in --image_folder that lead out of it; otherwise such images are faults."
-    )
     on_bad_record: Literal["error", "skip"] = flag(
         "error",
         "What to do with unusable records, which are detected before the first step: error refuses to train; skip "
         "leaves them out and writes them to quarantine.jsonl in --output_dir. Nothing replaces them.",
         identity=False,
-    )
-    full_decode: bool = flag(
-        False, "Decode every image completely before the first step; otherwise only its header is read."
-    )
-    recheck_data: bool = flag(
-        False, "Check data and images again before the first step, whatever earlier checks said.", identity=False
     )
     data_cache_dir: str | None = flag(
         None,
@@ -176,11 +167,6 @@ class DataFlags:
         "stored",
         "stored: images as their files store them, as LLaVA reads them; exif: rotated upright by their EXIF "
         "orientation. Written to the checkpoint, so that inference does the same.",
-    )
-    max_image_aspect_ratio: float = flag(
-        MAX_ASPECT_RATIO,
-        "Maximum ratio of an image's longer side to its shorter side; beyond it the record is at fault.",
-        identity=False,
     )
     image_grid_pinpoints: str | None = flag(
         None,

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image
 
+from llava.constants import MAX_ASPECT_RATIO
+
 ORIENTATIONS = ("stored", "exif")
 """`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 274, 258, 262  # of EXIF and TIFF
@@ -17,13 +19,12 @@ _TURNS = {
 }  # fmt: skip
 
 
-def check_header(image: Image.Image, max_aspect_ratio: float) -> None:
+def check_header(image: Image.Image) -> None:
     """Raises ValueError where a picture, not decoded yet, is too long for its width or cannot become RGB."""
     short, long = sorted(image.size)
-    if long > max_aspect_ratio * short:
+    if long > MAX_ASPECT_RATIO * short:
         raise ValueError(
-            f"{image.width:,} x {image.height:,} pixels; a side may be {max_aspect_ratio:g} times the other: crop it, "
-            "or raise --max_image_aspect_ratio"
+            f"{image.width:,} x {image.height:,} pixels; a side may be {MAX_ASPECT_RATIO:g} times the other: crop it"
         )
     if image.mode in _UNCONVERTED_MODES:
         raise ValueError(f"colours of mode {image.mode}; convert it to RGB")

@@ -139,7 +139,7 @@ def test_paths_that_stay_inside_are_taken(folder, name):
         assert kind_of(ImageStore(root), name.format(root=folder), full_decode=True) is None
 
 
-def test_links_out_of_the_folder_need_the_flag_and_links_inside_do_not(folder):
+def test_links_out_of_the_folder_are_refused_and_links_inside_are_not(folder):
     (folder / "images/out.png").symlink_to(folder / "outside.png")
     (folder / "images/more").symlink_to(folder)
     (folder / "images/in2.png").symlink_to("sub/deep.png")
@@ -147,7 +147,6 @@ def test_links_out_of_the_folder_need_the_flag_and_links_inside_do_not(folder):
     strict, trusting = ImageStore(folder / "images"), ImageStore(folder / "images", follow_links=True)
     for name in ("out.png", "more/outside.png"):
         assert kind_of(strict, name) == "image_outside"
-        assert "--follow_image_links" in strict.check(name).message
         assert kind_of(trusting, name) is None
     assert kind_of(strict, "in2.png") is None and kind_of(ImageStore(folder / "linked"), "in.png") is None
 
@@ -230,15 +229,13 @@ def test_a_picture_too_long_for_its_width_is_refused_by_its_header(everywhere, t
     row = RowImage(str(tmp_path / "a.parquet"), 0)
     for root, place in ((tmp_path, "long.png"), (tmp_path / "a.zip", "long.png"), (None, row)):
         problem = ImageStore(root).check(place)
-        assert problem.kind == "image_unreadable" and "--max_image_aspect_ratio" in problem.message
+        assert problem.kind == "image_unreadable"
         assert f"{size[0]:,} x {size[1]:,} pixels; a side may be 100 times the other" in problem.message
         for read in (ImageStore(root).open, ImageStore(root).size):
-            with pytest.raises(ImageError, match="--max_image_aspect_ratio"):
+            with pytest.raises(ImageError, match="a side may be 100 times"):
                 read(place)
-        assert ImageStore(root, max_aspect_ratio=max(size)).open(place).size == size
     with pytest.raises(ValueError, match="--image-file .*long.png.*a side may be 100 times"):
         load_picture(str(tmp_path / "long.png"))
-    assert load_picture(str(tmp_path / "long.png"), max_aspect_ratio=12_000).size == size
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "MPO"])

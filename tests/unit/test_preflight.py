@@ -33,7 +33,7 @@ from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
-from llava.train import arguments, run_checks
+from llava.train import run_checks
 from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
@@ -431,16 +431,14 @@ def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, 
     assert logs[0] == logs[1]  # nothing stands in for what was left out
 
 
-def test_training_says_that_a_check_is_remembered_and_rechecks_on_request(tiny, tmp_path, monkeypatch, caplog):
+def test_training_says_that_a_check_is_remembered(tiny, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     done = counted(monkeypatch)
     options = {"data_cache_dir": tmp_path / "cache"}
-    for again, checks in ((False, 1), (False, 1), (True, 2)):
-        assert ("which is remembered; --recheck_data True checks again" in caplog.text) == (again is True)
-        parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, recheck_data=again, **options))
-        run_checks.checked_records(*parsed)
-        assert len(done) == checks
-    assert not arguments.decides_numbers("recheck_data")
+    for again in (False, True):
+        run_checks.checked_records(*train_module.parse_arguments(flags(tiny, tmp_path, 2, **options)))
+        assert ("which is remembered; checks again: python -m llava.data.preflight" in caplog.text) == again
+        assert len(done) == 1
 
 
 def test_equal_warnings_are_counted_and_shown_once(tmp_path, pictures, capsys):
