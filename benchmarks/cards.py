@@ -91,8 +91,7 @@ def hours(model: Any, recipe: Recipe, batch: int, choice: Choice, card: Card, ca
     """
     tower = model.get_vision_tower()
     tokens, samples = tower.num_tokens + args.text, batch / cards
-    positions, pairs = samples * tokens, samples * tokens * (tokens + 1) / 2
-    work = Work(samples, positions, positions, pairs, samples, samples * args.targets)
+    work = Work(samples, samples * tokens, samples * tokens * (tokens + 1) / 2, samples, samples * args.targets)
     flops = required_flops(flop_costs(model), work)
     if choice.recomputes:  # as if every layer were: a forward pass is a third, and half where weights are frozen
         flops *= 3 / 2 if recipe.lora or recipe.stage == 1 else 4 / 3

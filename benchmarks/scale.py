@@ -120,9 +120,7 @@ def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
     tokens = VISUAL_TOKENS + text
     micro_batches = max(1, -(-int(samples * tokens) // CAPS[name, stage]))
     pairs = tokens * (tokens + 1) / 2
-    return Work(
-        samples, samples * tokens, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]
-    ), micro_batches
+    return Work(samples, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]), micro_batches
 
 
 def zero_section(layout: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ take_flags() {
 
 # Hands the run over to llava/launch, which adds what depends on the devices. A flag with an empty value is left out.
 launch() { # entry, flags of the stage and of the caller
-  local python evaluates=${EVAL_DATA_PATH:-}${EVAL_TASKS:-}
+  local python evaluates=${EVAL_DATA_PATH:-}
   python=$(plain_python) || exit
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=auto}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
   export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN CHECK RUN_NAME BF16 TF32 \
@@ -107,7 +107,5 @@ launch() { # entry, flags of the stage and of the caller
     --eval_steps "${EVAL_STEPS:-${evaluates:+500}}" \
     --eval_on_start "${EVAL_ON_START:-}" \
     --eval_generate "${EVAL_GENERATE:-}" \
-    --eval_tasks "${EVAL_TASKS:-}" \
-    --eval_tasks_dir "${EVAL_TASKS_DIR:-}" \
     "${@:2}"
 }

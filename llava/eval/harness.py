@@ -31,13 +31,8 @@ def require_harnesses(tasks: list[Task]) -> None:
             raise ValueError(f"{name} is not installed; run: EXTRAS=eval bash scripts/setup.sh")
 
 
-def data_place(
-    task: Task, data_dir: Path | None, flag: str = "--tasks", folder_flag: str = "--data-dir"
-) -> Path | None:
+def data_place(task: Task, data_dir: Path | None) -> Path | None:
     """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
-
-    Args:
-        flag, folder_flag: the flags that give the task and `data_dir`, for messages.
 
     Raises:
         ValueError: it should be local, and is missing.
@@ -46,10 +41,12 @@ def data_place(
         if (folder / task.dataset / "README.md").is_file():
             return folder.resolve()
     if task.own:
-        raise ValueError(f"{flag} {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout")
+        raise ValueError(
+            f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout"
+        )
     if data_dir is not None:
         raise ValueError(
-            f"{flag} {task.name}: {data_dir / task.dataset}/README.md is missing; {folder_flag} needs the data set "
+            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set "
             "there, as docs/evaluate.md describes"
         )
     return None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava.eval.results import PAPER_COLUMNS, Answered
-from llava.utils.intervals import share_interval
 from llava.utils.paths import CODE, WORK
 
 Record = Mapping[str, Any]
@@ -344,55 +343,8 @@ def question_weights(task: Task, samples: Sequence[Answered]) -> list[float] | N
     return None
 
 
-def score_interval(task: Task, samples: Sequence[Answered]) -> tuple[float, float] | None:
-    """Wilson's 95 % interval of the task's score, as shares; None if the score is not a weighted mean.
-
-    Where questions weigh differently, their number is Kish's effective sample size, `1 / sum(weight ** 2)`. A score
-    between wrong and right varies less than one that is either, so that its interval is rather too wide.
-    """
-    weights = question_weights(task, samples)
-    if weights is None:
-        return None
-    effective = 1 / sum(weight**2 for weight in weights)
-    share = sum(weight * sample.score for weight, sample in zip(weights, samples, strict=True))
-    return share_interval(share * effective, effective)
-
-
-def choose_limited(names: str, flag: str) -> list[tuple[Task, int | None]]:
-    """The tasks of `name[:limit],...` with the number of their first questions to ask, None for all.
-
-    Only tasks in which the model writes answers can be chosen.
-
-    Args:
-        flag: the flag that gives `names`, for messages.
-
-    Raises:
-        ValueError: see `choose`; a limit that is not a positive number, a task named twice, or one of likelihoods.
-    """
-    chosen: dict[str, tuple[Task, int | None]] = {}
-    for part in [part.strip() for part in names.split(",") if part.strip()]:
-        name, colon, limit = (text.strip() for text in part.partition(":"))
-        if colon and not (limit.isascii() and limit.isdecimal() and int(limit)):
-            raise ValueError(f"{flag} {part}: expected NAME or NAME:N with N questions, 1 or more; found {limit!r}")
-        for task in choose(name, flag):
-            if not task.generates:
-                raise ValueError(
-                    f"{flag} {task.name}: it is scored by likelihoods, which only scripts/evaluate.sh computes; take "
-                    "tasks in which the model writes answers, such as mmstar or pope"
-                )
-            if task.name in chosen:
-                raise ValueError(f"{flag} {names}: names {task.name} twice")
-            chosen[task.name] = (task, int(limit) if colon else None)
-    if not chosen:
-        raise ValueError(f"{flag} {names}: names no task; known: {', '.join(TASKS)}")
-    return list(chosen.values())
-
-
-def choose(names: str | None, flag: str = "--tasks") -> list[Task]:
+def choose(names: str | None) -> list[Task]:
     """The tasks of a comma-separated list of tasks and `GROUPS`; of the paper's Table 4 for None.
-
-    Args:
-        flag: the flag that gives `names`, for messages.
 
     Raises:
         ValueError: a task that needs a judge or a server, naming what to run instead, or one that is not known.
@@ -404,10 +356,10 @@ def choose(names: str | None, flag: str = "--tasks") -> list[Task]:
             continue
         judged = [other for start, other in JUDGED.items() if name.startswith(start)]
         if judged:
-            raise ValueError(f"{flag} {name}: another model judges its answers; run {judged[0]}, which needs none")
+            raise ValueError(f"--tasks {name}: another model judges its answers; run {judged[0]}, which needs none")
         if submitted := [other for start, other in SUBMITTED.items() if name.startswith(start)]:
-            raise ValueError(f"{flag} {name}: only the benchmark's server can score it; run {submitted[0]}")
-        raise ValueError(f"{flag} {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}")
+            raise ValueError(f"--tasks {name}: only the benchmark's server can score it; run {submitted[0]}")
+        raise ValueError(f"--tasks {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}")
     if not chosen:
-        raise ValueError(f"{flag} {names}: names no task; known: {', '.join(TASKS)}")
+        raise ValueError(f"--tasks {names}: names no task; known: {', '.join(TASKS)}")
     return [TASKS[name] for name in dict.fromkeys(chosen)]

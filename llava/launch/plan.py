@@ -128,7 +128,6 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("data", value("data_path")),
         ("images", value("image_folder")),
         ("held-out data", value("eval_data_path")),
-        ("benchmarks", value("eval_tasks")),
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
         ("deepspeed", zero or "none"),

@@ -1,18 +1,15 @@
 """Builds what a training needs from its flags: tokenizer, model, data set and trainer."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.anyres import Picture, is_anyres, parse_pinpoints
-from llava.asking import Assistant
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
-from llava.eval.in_process import LoadedTask
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
@@ -24,9 +21,8 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
-from llava.train.benchmarks import Benchmarks
 from llava.train.compilation import set_up_compilation
-from llava.train.heldout import HeldOut, check_metric, eval_data_arguments, sources_of
+from llava.train.heldout import HeldOut, check_metric, eval_data_arguments
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, lora_modules, prepare_quantized, quantized_loading
@@ -161,7 +157,6 @@ def build_trainer(
     training_args: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase | None = None,
     eval_records: RecordTable | None = None,
-    benchmarks: Sequence[LoadedTask] = (),
     identity: Settings | None = None,
     **options: Any,
 ) -> LLaVATrainer:
@@ -169,7 +164,6 @@ def build_trainer(
 
     Args:
         eval_records: records whose loss is measured.
-        benchmarks: tasks that are evaluated with it (`llava.train.benchmarks.load_benchmarks`).
     """
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
     if identity is None:
@@ -200,16 +194,10 @@ def build_trainer(
         pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
     )
     if eval_records is not None:
-        sources = sources_of(eval_records, data_args.eval_data_path or "", data_args.data_cache_dir)
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
         heldout = dataset.over(eval_records, images)
-        options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest, context_length(model.config))
-    if benchmarks:
-        assistant = Assistant(training_args.output_dir, tokenizer, model, image_processor, dataset.template)
-        options["benchmarks"] = Benchmarks(benchmarks, assistant, model_args.version, training_args)
-    check_metric(
-        training_args, [key for name in ("heldout", "benchmarks") if name in options for key in options[name].keys]
-    )
+        options["heldout"] = HeldOut(heldout, collator, training_args, largest, context_length(model.config))
+        check_metric(training_args, options["heldout"].keys)
     return LLaVATrainer(
         model=model,
         args=training_args,

@@ -42,7 +42,6 @@ class Work:
 
     samples: Count = 0
     tokens: Count = 0  # of the decoder
-    positions: Count = 0  # tokens and what padding would add
     pairs: Count = 0  # (query, key) inside samples, key not after query
     images: Count = 0  # squares that the tower sees: a picture's crops, where it has several
     targets: Count = 0  # positions whose next token is supervised
@@ -66,7 +65,6 @@ def batch_work(batch: Batch, sliding_window: int | None = None) -> Work:
     return Work(
         samples=len(lengths),
         tokens=lengths.sum(),
-        positions=lengths.max() * len(lengths),
         pairs=_pairs(lengths, None).sum(),
         images=sum(picture.crops for picture in batch["layout"].pictures),
         targets=(batch["labels"][:, 1:] != IGNORE_INDEX).sum(),

@@ -1,12 +1,16 @@
-"""Loss on held-out records during training: the sum over all their targets, divided by the number of targets.
+"""Held-out data during training: the mean loss over all targets, and the share of questions answered right.
 
-A micro-batch holds samples of one source and one modality, so that the same passes give the loss of every part. The
-data alone decides the micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without
-its targets. So every sample counts once on any number of ranks, and since all ranks compute the same modality at a
-time, ZeRO-3's collectives meet.
+A micro-batch holds samples of one modality, so that the same passes give the loss of both. The data alone decides the
+micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without its targets. So every
+sample counts once on any number of ranks, and since all ranks compute the same modality at a time, ZeRO-3's
+collectives meet.
 
-Logged keys: `eval/loss`; `eval/loss_text` and `eval/loss_image`; `eval/loss/<source>` for each file of
-`--eval_data_path`; `eval/seconds`; those of `llava.train.questions`.
+The questions are the first human turns of records whose answer is short; the model answers by greedy decoding. An
+answer is right if it is the record's, apart from case, sentence punctuation and white space (`llava.utils.scoring`).
+Every rank asks all questions, so that under ZeRO-3 all ranks generate in step.
+
+Logged keys: `eval/loss`, `eval/loss_image`, `eval/loss_text`, `eval/seconds`; with questions `eval/accuracy`,
+`eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`.
 """
 
 import contextlib
@@ -15,7 +19,6 @@ import logging
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,28 +29,27 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerState
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import SchedulerType, seed_worker
 
+from llava.asking import Asked, Assistant, batch_answers, is_captioner
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import starts_from
 from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
-from llava.data.records import RecordTable, data_files
+from llava.data.records import Record, record_images
+from llava.model.decoding import evaluation_options
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
-from llava.train.questions import Questions
+from llava.utils.intervals import share_interval
 from llava.utils.progress import progress
+from llava.utils.scoring import normalized, same_answer
 
 logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "text")
-
-
-class Part(NamedTuple):
-    """The samples of one micro-batch, all of one modality and one source."""
-
-    modality: str
-    source: str
-    samples: list[int]
+MOST_WORDS = 5  # words of an answer that can still be compared word for word
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -55,26 +57,17 @@ class Part(NamedTuple):
 
 def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
-    evaluates = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
-        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
+        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "eval_generate")
         passed = [flag for flag in flags if getattr(training_args, flag)]
         passed += ["eval_strategy"] * (training_args.eval_strategy != "no")
-        passed = [] if training_args.eval_tasks else passed
-        passed += ["eval_generate"] * bool(training_args.eval_generate)
         passed += ["eval_image_folder"] * bool(data_args.eval_image_folder)
         if passed:
-            benchmarks = (
-                "" if passed[-1] in ("eval_generate", "eval_image_folder") else ", or benchmarks by --eval_tasks"
-            )
-            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path{benchmarks}")
-        if not training_args.eval_tasks:
-            return
-    if not evaluates:
-        flag = "eval_data_path" if data_args.eval_data_path else "eval_tasks"
-        value = data_args.eval_data_path or training_args.eval_tasks
+            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path")
+        return
+    if training_args.eval_strategy == "no" and not training_args.eval_on_start:
         raise ValueError(
-            f"--{flag} {value}: nothing says when it is read; pass --eval_strategy steps "
+            f"--eval_data_path {data_args.eval_data_path}: nothing says when it is read; pass --eval_strategy steps "
             "--eval_steps N, --eval_strategy epoch, or --eval_on_start True"
         )
     if (folder := data_args.eval_image_folder) and not Path(folder).exists():
@@ -97,49 +90,33 @@ def eval_data_arguments(data_args: DataArguments) -> DataArguments:
     return dataclasses.replace(data_args, data_path=data_args.eval_data_path, image_folder=folder)
 
 
-def metric_key(args: TrainingArguments) -> str | None:
-    """`--metric_for_best_model` without a prefix; None if it is not given."""
-    return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-# --- which samples, and who computes them -----------------------------------------------------------------------------
+class Part(NamedTuple):
+    """The samples of one micro-batch, all of one modality."""
+
+    modality: str
+    samples: list[int]
 
 
-def source_names(data_path: str, cache_dir: str | None) -> dict[Path, str]:
-    """The name of each file's source: the stem of its part of `--eval_data_path`, or the part where stems repeat."""
-    parts = [part.strip() for part in data_path.split(",") if part.strip()]
-    stems = Counter(Path(part).stem for part in parts)
-    names = {part: Path(part).stem if stems[Path(part).stem] == 1 else part for part in parts}
-    return {file: name for part, name in names.items() for file in data_files(part, cache_dir)}
-
-
-def sources_of(records: RecordTable, data_path: str, cache_dir: str | None = None) -> list[str]:
-    """The source of every record that is used: a mixture's own names, or those of the files."""
-    if own := records.source_names:
-        return [own[records.source_number(index)] for index in range(len(records))]
-    names = source_names(data_path, cache_dir)
-    return [names[records.source(records.position(index))[0]] for index in range(len(records))]
-
-
-def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, max_tokens: int) -> list[Part]:
-    """All samples in micro-batches, samples with pictures first, and long ones before short ones.
+def parts_of(lengths: Sequence[int], max_samples: int, max_tokens: int) -> list[Part]:
+    """All samples in micro-batches, samples with images first, and long ones before short ones.
 
     Args:
-        lengths: length of every sample, negative without a picture.
-        sources: source of every sample.
+        lengths: length of every sample, negative without an image.
         max_samples, max_tokens: maximum samples and tokens per micro-batch, padding included; only a sample alone in
             its micro-batch may be longer.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i] < 0, sources[i], -abs(lengths[i]), i))
     parts: list[Part] = []
     longest = 0
-    for i in order:
-        kind = (MODALITIES[int(lengths[i] < 0)], sources[i])
-        count = len(parts[-1].samples) if parts and parts[-1][:2] == kind else max_samples
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i] < 0, -abs(lengths[i]), i)):
+        modality = MODALITIES[int(lengths[i] < 0)]
+        count = len(parts[-1].samples) if parts and parts[-1].modality == modality else max_samples
         if count < max_samples and longest * (count + 1) <= max_tokens:
             parts[-1].samples.append(i)
         else:
-            parts.append(Part(*kind, [i]))
+            parts.append(Part(modality, [i]))
             longest = abs(int(lengths[i]))
     return parts
 
@@ -158,15 +135,11 @@ def assigned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
     return of_rank
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 class HeldOut:
     """The held-out samples of this rank and their loss.
 
     Args:
         dataset: the held-out records.
-        sources: the source of each record.
         collator: the training's collator.
         args: the training arguments.
         max_tokens: maximum tokens per micro-batch, as in training, which also keeps them for a backward pass.
@@ -179,23 +152,21 @@ class HeldOut:
     def __init__(
         self,
         dataset: LazySupervisedDataset,
-        sources: Sequence[str],
         collator: Callable[[list[Sample]], Batch],
         args: TrainingArguments,
         max_tokens: int,
         context: int,
     ):
-        self.dataset = dataset
+        self.dataset, self.is_first = dataset, args.process_index == 0
         lengths = np.asarray(dataset.modality_lengths()).tolist()
-        parts = parts_of(lengths, sources, args.per_device_eval_batch_size, max_tokens)
-        present = {part.modality for part in parts}
-        self.names = [f"_{name}" for name in MODALITIES if name in present] + [f"/{n}" for n in dict.fromkeys(sources)]
+        parts = parts_of(lengths, args.per_device_eval_batch_size, max_tokens)
+        self.parts = assigned(parts, args.world_size)[args.process_index]
         self.questions = None
         if args.eval_generate:
-            show = args.process_index == 0
-            self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, context, show)
-        self.keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
-        self.parts = assigned(parts, args.world_size)[args.process_index]
+            batch_size = args.per_device_eval_batch_size
+            self.questions = Questions(dataset, args.eval_generate, batch_size, context, self.is_first)
+        present = [f"loss_{name}" for name in MODALITIES if any(part.modality == name for part in parts)]
+        self.keys = ["loss", *present, *["accuracy"] * (self.questions is not None)]
         workers = args.dataloader_num_workers
         self.loader = DataLoader(
             MicroBatches(dataset, collator),
@@ -206,12 +177,11 @@ class HeldOut:
             worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
             generator=torch.Generator(),  # the state of the training's own must not change
         )
-        self.is_first = args.process_index == 0
 
     def totals(
         self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], bool] = lambda: False
     ) -> torch.Tensor | None:
-        """Sum of the losses and number of targets of each of `names` on this rank, fp64 [len(names), 2].
+        """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2].
 
         Args:
             model: the model in evaluation mode, as the training wraps it.
@@ -221,24 +191,20 @@ class HeldOut:
         Returns:
             The sums, or None if `at_batch` stopped the evaluation.
         """
-        sums = torch.zeros(len(self.names), 2, dtype=torch.float64)
+        sums = torch.zeros(len(MODALITIES), 2, dtype=torch.float64)
         losses = []
         with progress(len(self.parts), "evaluating", "micro-batches", hidden=not self.is_first) as bar:
             for part, batch in zip(self.parts, self.loader, strict=True):
                 if at_batch():
                     return None
                 del batch["indices"]
-                targets = len(batch["layout"].targets)
+                sums[MODALITIES.index(part.modality), 1] += len(batch["layout"].targets)
                 loss = model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss
                 losses.append(loss.double())  # stays on its device, so that the host does not wait for it
-                sums[self._rows(part), 1] += targets
                 bar.update()
         for part, loss in zip(self.parts, torch.stack(losses).tolist() if losses else [], strict=True):
-            sums[self._rows(part), 0] += loss
+            sums[MODALITIES.index(part.modality), 0] += loss
         return sums
-
-    def _rows(self, part: Part) -> list[int]:
-        return [self.names.index(f"_{part.modality}"), self.names.index(f"/{part.source}")]
 
     def metrics(self, totals: torch.Tensor) -> dict[str, float]:
         """Mean losses by name.
@@ -249,18 +215,99 @@ class HeldOut:
         Raises:
             ValueError: no sample has a target.
         """
-        whole = totals[[name.startswith("/") for name in self.names]].sum(0)  # every sample has one source
-        if not whole[1]:
+        loss, targets = totals.sum(0).tolist()
+        if not targets:
             raise ValueError(
                 "--eval_data_path: no record has a target within --model_max_length "
                 f"{self.dataset.model_max_length}; raise it, or take other records"
             )
-        named = zip(self.names, totals.tolist(), strict=True)
-        parts = {f"eval_loss{name}": loss / count for name, (loss, count) in named if count}
-        return {"eval_loss": (whole[0] / whole[1]).item()} | parts
+        parts = zip(MODALITIES, totals.tolist(), strict=True)
+        return {"eval_loss": loss / targets} | {
+            f"eval_loss_{name}": own / count for name, (own, count) in parts if count
+        }
+
+
+# --- the questions ----------------------------------------------------------------------------------------------------
+
+
+def can_be_asked(record: Record) -> bool:
+    """Whether a record begins with a question that has a short answer and refers to all of the record's images."""
+    turns = record["conversations"]
+    if len(turns) < 2 or turns[0]["from"] != "human" or turns[1]["from"] != "gpt":
+        return False
+    shown = turns[0]["value"].count(DEFAULT_IMAGE_TOKEN)
+    return 0 < len(normalized(turns[1]["value"]).split()) <= MOST_WORDS and shown == len(record_images(record))
+
+
+class Questions:
+    """The questions of a run, drawn evenly over the held-out records.
+
+    Args:
+        dataset: the held-out records.
+        number: `--eval_generate`, the number of questions; if there are fewer, all of them.
+        batch_size: questions per batch.
+        context: tokens that the model takes.
+        show_progress: whether to show a bar, as on one rank.
+
+    Raises:
+        ValueError: the template has no questions, or no record that fits has a short answer.
+    """
+
+    def __init__(
+        self, dataset: LazySupervisedDataset, number: int, batch_size: int, context: int, show_progress: bool = True
+    ):
+        if is_captioner(dataset.template):
+            raise ValueError(
+                f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
+            )
+        self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
+        longest = min(dataset.model_max_length, context)
+        fits = dataset.whole_lengths() <= longest
+        usable = [i for i in range(len(dataset)) if fits[i] and can_be_asked(dataset.records[i])]
+        if not usable:
+            raise ValueError(
+                f"--eval_generate {number}: no held-out record of at most {longest} tokens (--model_max_length, or "
+                f"what the model takes) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
+                "out, or take other records"
+            )
+        if len(usable) < number:
+            logger.info(
+                "--eval_generate %d: %d held-out records fit --model_max_length and have short answers; all are asked",
+                number, len(usable),
+            )  # fmt: skip
+        count = min(number, len(usable))
+        self.indices = [usable[i * len(usable) // count] for i in range(count)]
+        self.expected = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
+        self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(self.expected)["input_ids"]))  # a longer one is wrong
+
+    def ask(self, model: LlavaMetaForCausalLM, at_batch: Callable[[], bool] = lambda: False) -> list[str] | None:
+        """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
+        dataset = self.dataset
+        assistant = Assistant("--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template)
+        options = evaluation_options(self.max_new_tokens) | {"synced_gpus": is_deepspeed_zero3_enabled()}
+        records = [dataset.records[i] for i in self.indices]
+        asked = [Asked(record["conversations"][:1], record_images(record)) for record in records]
+        batches = batch_answers(assistant, asked, dataset.images.open, self.batch_size, at_batch, **options)
+        count, answers = math.ceil(len(asked) / self.batch_size), {}
+        for batch in progress(batches, "asking", "batches", total=count, hidden=not self.show_progress):
+            answers |= batch
+        return [answers[i] for i in range(len(asked))] if len(answers) == len(asked) else None
+
+
+def accuracy(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """The share of right answers and its interval, by logged name."""
+    right = sum(map(same_answer, answers, expected))
+    low, high = share_interval(right, len(answers))
+    named = {"accuracy": right / len(answers), "accuracy_low": low, "accuracy_high": high, "questions": len(answers)}
+    return {f"eval_{name}": value for name, value in named.items()}
 
 
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
+
+
+def metric_key(args: TrainingArguments) -> str | None:
+    """`--metric_for_best_model` without a prefix; None if it is not given."""
+    return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
 
 
 def check_metric(args: TrainingArguments, keys: Sequence[str]) -> None:
@@ -292,27 +339,18 @@ def best_checkpoint(state: TrainerState, output_dir: str) -> Path | None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout and gradients; afterwards every module and the random states are as before."""
+    """A context without dropout and gradients; afterwards every module and all random states are as before."""
     modes = {module: module.training for module in model.modules()}
-    with kept_random_states(), torch.no_grad():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    kind = "cuda" if accelerator is None else accelerator.type
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
         model.eval()
         try:
             yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
-
-
-@contextlib.contextmanager
-def kept_random_states() -> Iterator[None]:
-    """A context after which the random states of PyTorch, NumPy and Python are as before."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if accelerator is None else accelerator.type
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

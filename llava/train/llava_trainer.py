@@ -32,7 +32,6 @@ from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import OPTIMIZERS, TrainingArguments, steps_to_profile
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
-from llava.train.benchmarks import Benchmarks
 from llava.train.checkpoint import (
     STAGING,
     checkpoints,
@@ -44,12 +43,11 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, best_checkpoint, evaluating, metric_key, note_best
+from llava.train.heldout import HeldOut, accuracy, best_checkpoint, evaluating, note_best
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
 from llava.train.profiling import StepProfiler
-from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_identity import Settings
@@ -59,7 +57,6 @@ from llava.train.telemetry import (
     Clipping,
     JsonlCallback,
     NormProbe,
-    SourceLosses,
     Throughput,
     gradient_parts,
     measures_step,
@@ -127,7 +124,6 @@ class LLaVATrainer(Trainer):
         watchdog: is told every phase of a step.
         stop_signal: ends the run early.
         heldout: the held-out samples, whose loss is measured during training.
-        benchmarks: the benchmarks that are evaluated with it.
         kwargs: those of the Hugging Face Trainer.
     """
 
@@ -149,13 +145,10 @@ class LLaVATrainer(Trainer):
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
-        benchmarks: Benchmarks | None = None,
         **kwargs: Any,
     ):
-        self.flags, self.heldout, self.benchmarks = args, heldout, benchmarks
+        self.flags, self.heldout = args, heldout
         eval_dataset: Any = None if heldout is None else heldout.dataset
-        if benchmarks is not None:
-            eval_dataset = kwargs["train_dataset"]  # is not read: the library only asks whether there is one
         super().__init__(args=library_arguments(args), eval_dataset=eval_dataset, **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
@@ -174,7 +167,6 @@ class LLaVATrainer(Trainer):
         self.probe = NormProbe(self.model)
         self.clipping = Clipping(self.args.max_grad_norm)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
-        self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
         self.add_callback(JsonlCallback())
         self.profiler = None
         if args.profile_steps:
@@ -226,9 +218,7 @@ class LLaVATrainer(Trainer):
         micro_batches = steps[0] if steps else []
         num_items = self._get_num_items_in_batch(micro_batches, device)
         self.throughput.add(micro_batches, time.perf_counter() - start)
-        samples = [batch.pop("indices").tolist() for batch in micro_batches]
-        self.guard.start_step(samples)
-        self.source_losses.start_step(samples, micro_batches)
+        self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
         self.probe.start_step(measures_step(self.args, self.state, self.state.global_step + 1))
         return steps, num_items
 
@@ -244,8 +234,7 @@ class LLaVATrainer(Trainer):
             is_last = number == len(inputs)
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             alone = not is_last and not self.is_deepspeed_enabled
-            unsynced = self.accelerator.no_sync(model) if alone else contextlib.nullcontext()
-            with unsynced, self.source_losses.of_micro_batch(number - 1):
+            with self.accelerator.no_sync(model) if alone else contextlib.nullcontext():
                 losses.append(super().training_step(model, micro_batch, num_items_in_batch))
         # In place of the library's filter, which is off: a loss that is not finite counts as the mean of earlier ones.
         return finite_or(
@@ -291,7 +280,6 @@ class LLaVATrainer(Trainer):
                 logs["nonfinite_steps"] = self.guard.total
             readings = [
                 self.throughput.reading(self.accelerator),
-                self.source_losses.reading(),
                 self.clipping.reading(self.accelerator),
             ]
             if measures_step(self.args, self.state, self.state.global_step):
@@ -306,8 +294,8 @@ class LLaVATrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """Measures and logs held-out losses and scores; nothing if a signal cuts it short. Every rank must call."""
-        step = self.state.global_step
-        if step == self.first_step > 0:  # --eval_on_start in a run that is continued
+        step, heldout = self.state.global_step, self.heldout
+        if heldout is None or step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         start = time.perf_counter()
         self.probe.active = False  # only training is measured
@@ -316,36 +304,24 @@ class LLaVATrainer(Trainer):
             self.watchdog.enter("evaluating", step)
             return self.stop_signal.agreed()
 
-        metrics: dict[str, float] | None = {}
+        answers: list[str] | None = []
         with self.throughput.paused(), evaluating(self.model_wrapped):
-            if self.heldout is not None:
-                metrics = self._heldout_metrics(self.heldout, at_batch)
-            if self.benchmarks is not None and metrics is not None:
-                scores = self.benchmarks.metrics(self.model, at_batch)
-                metrics = None if scores is None else metrics | scores
-        if metrics is None:
+            totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
+            if totals is not None and heldout.questions:
+                answers = heldout.questions.ask(self.model, at_batch)
+        if totals is None or answers is None:
             logger.warning("skipped the evaluation after step %d: a signal arrived", step)
             self.control.should_evaluate = False  # or the end of the epoch would ask again
             return {}
+        metrics = heldout.metrics(self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu())
+        if heldout.questions:
+            metrics |= accuracy(answers, heldout.questions.expected)
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        scored = self.benchmarks is None or metric_key(self.flags) not in self.benchmarks.unscored
-        if self.control.should_save and scored:  # only a saved step can be loaded again
+        if self.control.should_save:  # only a saved step can be loaded again
             note_best(self.state, metrics, self.flags)
         return metrics
-
-    def _heldout_metrics(self, heldout: HeldOut, at_batch: Callable[[], bool]) -> dict[str, float] | None:
-        """Losses on held-out records and the answers' accuracy; None if `at_batch` stopped it."""
-        totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
-        questions = heldout.questions if totals is not None else None
-        answers = questions.ask(self.model, at_batch) if questions else []
-        if totals is None or answers is None:
-            return None
-        totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
-        if answers and self.is_world_process_zero():
-            show_answers(answers, self.callback_handler.callbacks, self.state.global_step)
-        return heldout.metrics(totals) | (accuracy(answers) if answers else {})
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""

@@ -28,7 +28,6 @@ from llava.data.preflight_manifest import (
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.benchmarks import check_benchmark_flags
 from llava.train.heldout import check_eval_flags, eval_data_arguments
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
@@ -54,7 +53,6 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
         folder = data_args.image_folder
         raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     check_eval_flags(data_args, training_args)
-    check_benchmark_flags(model_args.version, training_args)
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no current recipe adds these tokens")

@@ -34,7 +34,6 @@ from llava.train.arguments import (
     decides_numbers,
 )
 from llava.train.batches import sample_order
-from llava.train.benchmarks import benchmarks_content
 from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
 from llava.train.ranks import from_first
@@ -60,7 +59,7 @@ ALLOWED = changeable_flags() | {
     "adapter_file": "the checkpoint's own projector is loaded over it",
 }
 PICTURES = "pictures"
-CONTENTS = (PICTURES, "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures", "eval_tasks_data")
+CONTENTS = (PICTURES, "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures")
 """The settings that say what files hold which flags name by their paths. Every run has the first."""
 _SAMPLE = 4096  # records whose pictures are read
 
@@ -75,7 +74,7 @@ def run_identity(
 ) -> Settings:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`. Every rank must call.
 
-    They include the held-out records and benchmarks if these choose the best checkpoint.
+    They include the held-out records if they choose the best checkpoint.
     """
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
@@ -84,8 +83,6 @@ def run_identity(
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
     if eval_records is not None and training_args.metric_for_best_model:
         settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
-    if training_args.eval_tasks and training_args.metric_for_best_model:
-        settings["eval_tasks"] = training_args.eval_tasks
     is_first = training_args.process_index == 0
     contents = _contents(model_args, data_args, training_args, records, eval_records) if is_first else {}
     settings |= from_first(contents)
@@ -118,8 +115,6 @@ def _contents(
     if eval_records is not None and training_args.metric_for_best_model:
         images = image_store(eval_data_arguments(data_args), eval_records)
         contents["eval_pictures"] = pictures_digest(images, eval_records)
-    if training_args.eval_tasks and training_args.metric_for_best_model:
-        contents["eval_tasks_data"] = benchmarks_content(training_args)
     return contents
 
 
@@ -163,7 +158,7 @@ def run_configuration(
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
     records = dataset.records
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
-    contents = {k: identity[k] for k in (PICTURES, "eval_data", "eval_pictures", "eval_tasks_data") if k in identity}
+    contents = {k: identity[k] for k in (PICTURES, "eval_data", "eval_pictures") if k in identity}
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},

@@ -138,8 +138,7 @@ class DataFlags:
     eval_data_path: str | None = flag(
         None,
         "Held-out records, in the forms that --data_path takes; needs --eval_strategy. Their loss is logged as "
-        "eval/loss, by modality as eval/loss_text and eval/loss_image, and for each comma-separated file as "
-        "eval/loss/<its name>.",
+        "eval/loss, and by modality as eval/loss_text and eval/loss_image.",
         identity=False,
     )
     eval_image_folder: str | None = flag(
@@ -391,8 +390,8 @@ class HeldOutFlags:
 
     eval_strategy: Literal["no", "steps", "epoch"] = flag(
         "no",
-        "When --eval_data_path and --eval_tasks are evaluated: every --eval_steps and at the end, every epoch, or "
-        "never. The weights of the run stay the same.",
+        "When --eval_data_path is evaluated: every --eval_steps and at the end, every epoch, or never. The weights of "
+        "the run stay the same.",
         identity=False,
     )
     eval_steps: float | None = flag(
@@ -409,9 +408,7 @@ class HeldOutFlags:
         "on it.",
         identity=False,
     )
-    eval_on_start: bool = flag(
-        False, "Evaluate --eval_data_path and --eval_tasks once before the first step too.", identity=False
-    )
+    eval_on_start: bool = flag(False, "Evaluate --eval_data_path once before the first step too.", identity=False)
     load_best_model_at_end: bool = flag(
         False,
         "Put the checkpoint with the best --metric_for_best_model into the final folder, in place of the last step's "
@@ -420,27 +417,12 @@ class HeldOutFlags:
     )
     metric_for_best_model: str | None = flag(
         None,
-        "Which logged metric decides, without eval/: loss (default), loss_image, loss/<source>, accuracy, a task of "
-        "--eval_tasks.",
+        "Which logged metric decides, without eval/: loss (default), loss_image, loss_text, accuracy.",
     )
     greater_is_better: bool | None = flag(None, "Whether larger is better; default: True unless it is a loss.")
     eval_generate: int = flag(
         0,
-        "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy, with a "
-        "table of images and answers for tensorboard, wandb and trackio.",
-        identity=False,
-    )
-    eval_tasks: str = flag(
-        "",
-        "Benchmarks that the model answers at every evaluation, NAME or NAME:N for the first N questions, joined by "
-        "commas, such as mmstar:500,pope; tasks of scripts/evaluate.sh in which it writes answers. Logged as "
-        "eval/<task>, with the bounds of its Wilson interval.",
-        identity=False,
-    )
-    eval_tasks_dir: str | None = flag(
-        None,
-        "Folder of <org>/<name> data sets for --eval_tasks, so that nothing comes from the hub; default: the hub and "
-        "its cache.",
+        "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy.",
         identity=False,
     )
     evaluation_strategy: Literal["no"] = flag(

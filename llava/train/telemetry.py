@@ -17,9 +17,7 @@ Logged keys:
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
         (on a CPU: process), since the start;
     `eval/*`: see `llava.train.heldout`; none of the rates includes its time;
-    `loss/<source>`, `share/<source>`: for each data set of a mixture, the mean loss per target and the share of the
-        samples since the last line;
-    `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
+    `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """
@@ -43,9 +41,7 @@ from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback, TrainerState
 
 from llava.data.collate import Batch
-from llava.layout import Layout
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import TrainingArguments
@@ -239,7 +235,6 @@ class Throughput:
     """
 
     def __init__(self, model: LlavaMetaForCausalLM, device: torch.device, peak: float | None = None):
-        self.padding_free = model.padding_free
         self.costs = flop_costs(model)
         self.device = device
         self.peak = peak_tflops(device) if peak is None else peak
@@ -285,80 +280,17 @@ class Throughput:
         def metrics(totals: list[float]) -> dict[str, float]:
             *counts, wait = totals[:-ranks]
             work = Work(*counts)
-            tokens, positions = float(work.tokens), float(work.positions)
             tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
             return {
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": float(work.tokens) / seconds,
                 "samples_per_second": float(work.samples) / seconds,
                 "model_tflops_per_second": tflops,
                 **({} if self.peak is None else {"mfu": tflops / self.peak}),
                 "peak_memory_gib": max(totals[-ranks:]),
-                "padding_share": 1 - tokens / positions if positions and not self.padding_free else 0.0,
                 "data_wait_share": wait / ranks,
             }
 
         return Reading(values, metrics)
-
-
-class SourceLosses:
-    """The losses and the numbers of samples of a mixture's data sets between two log lines.
-
-    Args:
-        records: the training's records; without a mixture nothing is measured.
-        lm_head: computes the losses.
-        device: the model's device.
-    """
-
-    def __init__(self, records: Any, lm_head: LMHead, device: torch.device):
-        self.records, self.lm_head, self.device = records, lm_head, device
-        self.names = getattr(records, "source_names", [])
-        self.tally = LossTally(len(self.names), device) if self.names else None
-        self.samples = torch.zeros(len(self.names), dtype=torch.float64)
-        self.rows: list[torch.Tensor] = []
-        if self.names and lm_head.loss_head == "liger":
-            logger.warning("loss/<source> is not logged: --loss_head liger only gives the sum over rows; take chunked")
-
-    def start_step(self, indices: list[list[int]], micro_batches: list[Batch]) -> None:
-        """Notes the samples that this rank computes in the coming step, by micro-batch; `~index` does not count."""
-        self.rows = []
-        for samples, batch in zip(indices if self.names else [], micro_batches, strict=False):
-            sources = torch.tensor([self.records.source_number(max(i, ~i)) for i in samples], dtype=torch.int32)
-            self.samples += torch.bincount(sources[torch.tensor(samples) >= 0], minlength=len(self.names))
-            self.rows.append(sources[samples_of_rows(batch["layout"])])
-
-    @contextlib.contextmanager
-    def of_micro_batch(self, number: int) -> Iterator[None]:
-        """A context in which the losses that are computed belong to micro-batch `number` of the step."""
-        if self.rows and self.tally is not None:
-            self.tally.rows, self.lm_head.tally = sent(self.rows[number], self.tally.sums.device), self.tally
-        try:
-            yield
-        finally:
-            self.lm_head.tally = None
-
-    def reading(self) -> Reading:
-        """Means and shares since the last call."""
-        if self.tally is None:
-            return Reading(torch.zeros(0, dtype=torch.float64, device=self.device), lambda totals: {})
-        values = torch.cat([*self.tally.sums, sent(self.samples, self.device)])
-        self.tally.sums.zero_()
-        self.samples = torch.zeros_like(self.samples)  # the copy may not have been made yet
-
-        def metrics(totals: list[float]) -> dict[str, float]:
-            size = len(self.names)
-            losses, targets, samples = totals[:size], totals[size : 2 * size], totals[2 * size :]
-            whole = max(sum(samples), 1.0)
-            means = {f"loss/{n}": loss / t for n, loss, t in zip(self.names, losses, targets, strict=True) if t}
-            return means | {f"share/{n}": count / whole for n, count in zip(self.names, samples, strict=True)}
-
-        return Reading(values, metrics)
-
-
-def samples_of_rows(layout: Layout) -> torch.Tensor:
-    """Which sample of its batch each target [R] belongs to."""
-    if layout.attention_mask is not None:
-        return layout.predicting // layout.attention_mask.shape[1]
-    return torch.searchsorted(layout.cu_seqlens[1:], layout.predicting, right=True)
 
 
 def without_pauses(logs: dict[str, float], paused_seconds: float) -> dict[str, float]:

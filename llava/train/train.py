@@ -12,7 +12,6 @@ from transformers import set_seed
 
 from llava.model.lora import has_lora
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.benchmarks import load_benchmarks
 from llava.train.building import build_model, build_trainer, training_tokenizer
 from llava.train.checkpoint import named_save_errors
 from llava.train.closing import print_next_steps
@@ -96,7 +95,6 @@ def run_in_folder(
     output_dir, is_first = Path(training_args.output_dir), training_args.process_index == 0
     records, write_left_out = checked_records(model_args, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
-    benchmarks = load_benchmarks(training_args)
     tokenizer = training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
     start = choose_start(training_args, identity)
@@ -118,7 +116,6 @@ def run_in_folder(
         training_args,
         tokenizer=tokenizer,
         eval_records=eval_records,
-        benchmarks=benchmarks,
         identity=identity,
         resumed=start.resumed,
         watchdog=watchdog,

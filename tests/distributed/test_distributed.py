@@ -1,10 +1,8 @@
 """Two CPU ranks under DeepSpeed, through the real entry point: they compute what one process computes."""
 
-import importlib.util
 import json
 from pathlib import Path
 
-import benchmark_data
 import pytest
 import torch
 import yaml
@@ -122,52 +120,6 @@ def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path,
     two, one = evaluations(tmp_path / "two"), evaluations(tmp_path / "one")
     assert len(one) == 5 and two[0] == pytest.approx(one[0], rel=1e-6)  # the weights are the same
     assert two == [pytest.approx(line, rel=1e-4) for line in one]
-
-
-HARNESS = pytest.mark.skipif(
-    importlib.util.find_spec("lmms_eval") is None, reason="the harness: EXTRAS=eval scripts/setup.sh"
-)
-
-
-@HARNESS
-def test_benchmarks_split_over_ranks_give_one_process_scores(tiny, tmp_path):
-    """Batches do not divide evenly, a rank has none of some kinds, and some questions have no picture.
-
-    With learning rate 0 the weights of both runs are the same.
-    """
-    start, hub = tmp_path / "start", tmp_path / "hub"
-    benchmark_data.write_all(hub)
-    for colour in benchmark_data.PICTURES:
-        benchmark_data.picture(colour).save(tiny / f"data/images/{colour}.png")
-    (tmp_path / "teach.json").write_text(json.dumps(benchmark_data.records()))
-    options = {"version": "qwen_1_5", "data_path": tmp_path / "teach.json", "per_device_train_batch_size": 15}
-    teaching = options | {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_steps": 60, "telemetry_steps": 100}
-    train_module.train(flags(tiny, start, 2, **teaching))
-    asked = {"eval_tasks": "scienceqa,pope:5,ai2d:1", "eval_tasks_dir": hub, "per_device_eval_batch_size": 2}
-    asked |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "learning_rate": 0, "max_steps": 1}
-    asked |= {"model_name_or_path": start, "vision_tower": None, "per_device_train_batch_size": 4}
-    launch(flags(tiny, tmp_path / "two", 2, **options | asked), "zero3", tmp_path)
-    train_module.train(flags(tiny, tmp_path / "one", 2, **options | asked | {"per_device_train_batch_size": 8}))
-    two, one = (evaluations(tmp_path / name, "eval/pope") for name in ("two", "one"))
-    assert len(one) == 2 and two == one
-    assert 0 < one[0]["eval/scienceqa"] < 1 and one[0]["eval/pope_questions"] == 5
-    assert evaluations(tmp_path / "one", "eval/loss") == []
-
-
-@HARNESS
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-def test_weights_of_two_ranks_are_bit_for_bit_the_same_without_benchmarks(tiny, tmp_path, config):
-    """The questions do not divide evenly, and of one task there is a single one."""
-    benchmark_data.write_all(tmp_path / "hub")
-    options = {"version": "qwen_1_5", "max_steps": 3, "mm_vision_tower_lr": 5e-4}
-    asked = {"eval_tasks": "pope:5,ai2d:1", "eval_tasks_dir": tmp_path / "hub", "per_device_eval_batch_size": 2}
-    asked |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-    runs = {"with": options | asked, "without": options}
-    launch_in_turn([(flags(tiny, tmp_path / name, 2, **run), config) for name, run in runs.items()], tmp_path)
-    assert [len(evaluations(tmp_path / name, "eval/seconds")) for name in runs] == [4, 0]
-    assert_same(tmp_path / "with", tmp_path / "without", atol=0)
-    losses = [evaluations(tmp_path / name, "loss") for name in runs]
-    assert [line["loss"] for line in losses[0]] == [line["loss"] for line in losses[1]]
 
 
 def evaluations(folder: Path, key: str = "eval/loss") -> list[dict[str, float]]:

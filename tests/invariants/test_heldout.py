@@ -15,7 +15,7 @@ from training import LORA, build, flags, losses, training_arguments
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
-from llava.train.heldout import HeldOut, assigned, evaluating, parts_of, source_names
+from llava.train.heldout import HeldOut, assigned, evaluating, parts_of
 from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import REQUEUE_EXIT_CODE
 
@@ -44,11 +44,9 @@ def evaluations(folder) -> list[dict]:
 def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
     random = np.random.default_rng(0)
     lengths = (random.integers(1, 100, 53) * random.choice([-1, 1], 53)).tolist()
-    sources = random.choice(["a", "b", "c"], 53).tolist()
-    parts = parts_of(lengths, sources, max_samples=4, max_tokens=150)
+    parts = parts_of(lengths, max_samples=4, max_tokens=150)
     assert sorted(i for part in parts for i in part.samples) == list(range(53))
     for part in parts:
-        assert {sources[i] for i in part.samples} == {part.source}
         assert {lengths[i] < 0 for i in part.samples} == {part.modality == "text"}
         longest = max(abs(lengths[i]) for i in part.samples)
         assert len(part.samples) == 1 or (len(part.samples) <= 4 and longest * len(part.samples) <= 150)
@@ -60,14 +58,6 @@ def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
         assert len([i for i in given if i < 0]) < 2 * ranks
 
 
-def test_sources_are_named_by_file_or_by_path_if_files_share_a_name(tmp_path):
-    for name in ("a/test.json", "b/test.json", "c.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("[]")
-    paths = [f"{tmp_path}/{name}" for name in ("a/test.json", "b/test.json", "c.json")]
-    assert list(source_names(",".join(paths), None).values()) == [paths[0], paths[1], "c"]
-
-
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +65,6 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
     _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS))
     dataset = trainer.heldout.dataset
     model = trainer.model.double().eval()
-    names = source_names(heldout, None)
     visual = model.get_vision_tower().num_tokens
     sums = {}
     with torch.no_grad():
@@ -87,20 +76,17 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
             labels = labels.repeat_interleave(widths)[1 : len(logits)]
             loss = cross_entropy(logits[: len(labels)].double(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
             kind = "_text" if images is None else "_image"
-            for name in ("", kind, f"/{names[dataset.records.source(i)[0]]}"):
+            for name in ("", kind):
                 before = sums.get(name, (0.0, 0))
                 sums[name] = (before[0] + loss.item(), before[1] + int((labels != IGNORE_INDEX).sum()))
     model.float()
     with evaluating(model):
         totals = trainer.heldout.totals(model, lambda batch: batch)
     found = trainer.heldout.metrics(totals)
-    assert found.keys() == {"eval_loss", "eval_loss_image", "eval_loss_text", "eval_loss/varied", "eval_loss/finetune"}
+    assert found.keys() == {"eval_loss", "eval_loss_image", "eval_loss_text"}
     for name, (loss, count) in sums.items():
         assert found[f"eval_loss{name}"] == pytest.approx(loss / count, rel=1e-6)
-    by_name = dict(zip(trainer.heldout.names, totals.tolist(), strict=True))
-    modalities = [sum(v) for v in zip(by_name["_image"], by_name["_text"], strict=True)]
-    sources = [sum(v) for v in zip(by_name["/varied"], by_name["/finetune"], strict=True)]
-    assert modalities == pytest.approx(sources, rel=1e-9) and modalities[1] == sums[""][1]
+    assert totals[:, 1].tolist() == [sums["_image"][1], sums["_text"][1]]
 
 
 @pytest.mark.slow
@@ -123,7 +109,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
     with evaluating(trainer.model):
         totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
     assert {count for count, _ in rows} == {2}  # every call with targets
-    assert sum(count for _, count in rows) * 2 == totals[:, 1].sum()
+    assert sum(count for _, count in rows) == totals[:, 1].sum()
 
 
 # --- what it leaves behind --------------------------------------------------------------------------------------------
@@ -260,7 +246,7 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
 
 @pytest.mark.parametrize(
     ("metric", "greater"),
-    [("loss", False), ("loss_image", False), ("loss/varied", False), ("eval/loss_text", False), ("accuracy", True)],
+    [("loss", False), ("loss_image", False), ("eval/loss_text", False), ("accuracy", True)],
 )
 def test_less_of_any_loss_is_better(tmp_path, metric, greater):
     """The library itself assumes this only of names that end in loss."""

@@ -1,4 +1,4 @@
-"""`--report_to trackio` and `wandb` without a network: numbers and the table of answers stay on this machine."""
+"""`--report_to trackio` and `wandb` without a network: the numbers stay on this machine."""
 
 import importlib.util
 import json
@@ -33,24 +33,17 @@ def train_with(tiny, tmp_path):
     return run
 
 
-def test_trackio_keeps_numbers_and_pictures(train_with):
+def test_trackio_keeps_numbers(train_with):
     folder = train_with("trackio")
     (database,) = folder.glob("*.db")
     logged = {}
     for (line,) in sqlite3.connect(database).execute("select metrics from metrics order by id"):
         logged |= json.loads(line)
     assert set(LOGGED) <= logged.keys() and logged["train/global_step"] == 2
-    rows = logged["eval/answers"]["_value"]
-    assert len(rows) == 2 and all({"question", "expected", "answer", "right"} <= row.keys() for row in rows)
-    assert all((folder / "media" / row["picture"]["file_path"]).is_file() for row in rows)
 
 
-def test_wandb_keeps_numbers_and_pictures(train_with):
+def test_wandb_keeps_numbers(train_with):
     folder = train_with("wandb")
     (log,) = folder.glob("wandb/offline-run-*/*.wandb")
     content = log.read_bytes()
     assert [name for name in LOGGED if name.encode() not in content] == []
-    (table,) = folder.glob("wandb/offline-run-*/files/media/table/eval/answers_*.table.json")
-    assert len(json.loads(table.read_text())["data"]) == 2
-    staged = [file.read_bytes() for file in folder.glob("artifacts/staging/*")]  # what `wandb sync` sends
-    assert sum(content.startswith(b"\x89PNG") for content in staged) == 2

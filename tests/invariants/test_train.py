@@ -18,7 +18,7 @@ from llava.train import batches
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
-from llava.train.telemetry import LOG_FILE
+from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
 
 
 def build(tiny, tmp_path, stage, **overrides):
@@ -62,6 +62,40 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     assert config["mm_projector_norm_init_gain"] == pytest.approx(target / embedding.shape[1] ** 0.5, rel=1e-6)
     first = json.loads((stage_1 / LOG_FILE).read_text().splitlines()[0])
     assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
+
+
+def test_log_has_every_measurement(stage_1):
+    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
+    wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "data_wait_share"}
+    wanted |= {"model_tflops_per_second", "peak_memory_gib"}
+    for line in steps:
+        assert wanted <= line.keys()
+        assert all(line[key] > 0 for key in wanted)
+        assert "mfu" not in line  # a CPU has no datasheet peak
+
+
+def test_step_without_pictures_logs_nothing_about_visual_tokens(tiny, tmp_path):
+    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
+    (tmp_path / "text.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
+    run(tiny, tmp_path / "run", 2, max_steps=1, data_path=tmp_path / "text.json")
+    line = json.loads((tmp_path / "run" / LOG_FILE).read_text().splitlines()[0])
+    places = {key.split("/")[1] for key in line if key.startswith(("norm/", "grad_norm/"))}
+    assert places == {"text_embeddings", "gain_mean_abs"}
+
+
+def test_mfu_is_a_share_of_the_peak_that_is_given(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=1, peak_tflops=0.5)
+    line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])
+    assert line["mfu"] == pytest.approx(line["model_tflops_per_second"] / 0.5, rel=1e-4)
+
+
+def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=4, telemetry_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
 
 
 @pytest.mark.slow

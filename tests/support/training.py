@@ -60,8 +60,7 @@ def build(argv: list[str]):
     model = train_module.build_model(*parsed)
     records, eval_path = load_records(parsed[1].data_path), parsed[1].eval_data_path
     eval_records = load_records(eval_path) if eval_path else None
-    benchmarks = train_module.load_benchmarks(parsed[2])
-    return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records, benchmarks=benchmarks)
+    return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records)
 
 
 def fit(argv: list[str]):
