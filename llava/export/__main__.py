@@ -11,8 +11,6 @@ COMMANDS = {
     "hf": "a checkpoint as a folder of Hugging Face's LLaVA classes",
     "llava": "such a folder, or a published one of LLaVA 1.5, as a checkpoint of this tree",
     "card": "the model's README.md: recipe, norms, results, how to load it",
-    "push": "the folder to the hub; without --execute it says what would be sent",
-    "gguf": "a checkpoint as the two files of llama.cpp, language model and mmproj",
 }
 
 

@@ -1,263 +1,163 @@
 """`python -m llava.export card`: the model's README.md, as the hub shows it.
 
-What no record says can be given by flags, and is left out otherwise; nothing is guessed. Files and folders are
-named by the last part of their path alone.
+It says what the folder, `run.json`, the log and `results.json` record, and what flags give; nothing is guessed. Files
+and folders are named by the last part of their path alone.
 """
 
 import argparse
-import hashlib
-import html
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 
-from llava.export import card_facts
-from llava.export.card_facts import WHOLE, Facts, Stage, interval, norms_over_training
-from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.eval.results import RESULTS_FILE, Results, read_results
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
+from llava.train.telemetry import LOG_FILE
 from llava.utils.files import write_text
+from llava.utils.intervals import share_interval
+from llava.utils.provenance import RUN_FILE, read_starts
 
 CARD_FILE = "README.md"
+SETTINGS = (
+    "mm_tunable_parts", "learning_rate", "mm_projector_lr", "mm_vision_tower_lr", "lr_scheduler_type", "warmup_ratio",
+    "num_train_epochs", "max_grad_norm", "bf16", "lora_enable", "image_aspect_ratio", "label_masking", "seed",
+)  # fmt: skip
+"""The flags of a stage that the card shows; `run.json` has all."""
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
-_MARK = "<!-- written by python -m llava.export card, "
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
-_METADATA = {"license": "--license", "language": "--language", "base_model": "--base-model", "datasets": "--dataset"}
-"""The metadata that a person may have to give, and the flags for it."""
-_PLACES = {
-    "vision_features": "vision features",
-    "before_norm": "visual tokens, before the norm",
-    "llm_input": "visual tokens, as the language model gets them",
-    "text_embeddings": "text tokens",
-    "gain_mean_abs": "mean gain of the norm",
-}
-
-Rows = list[tuple[str, ...]]
+_GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
+_TOLERANCE = 0.05  # points by which a score may differ from the mean of its questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
     parser.add_argument("--model-path", type=Path, required=True, help="folder of the model, as trained or as exported")
     parser.add_argument("--output", type=Path, help="file to write (default: README.md in the model's folder)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a README that this command did not write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--run-dir", type=Path, help="folder with run.json and log (default: the model's)")
     parser.add_argument("--results", type=Path, help="results.json or its folder (default: that of --run-dir)")
     parser.add_argument("--repo", help="OWNER/NAME that it will have on the hub, for the lines on how to load it")
-    parser.add_argument("--license", type=_word(_LICENSE, "a licence's id on the hub, such as apache-2.0"))
-    parser.add_argument("--language", type=_word(_LANGUAGE, "a code such as en"), action="append", default=[])
-    parser.add_argument(
-        "--base-model", type=_id, action="append", default=[], help="hub id; may be given several times"
-    )
-    parser.add_argument("--dataset", type=_id, action="append", default=[], help="hub id; may be given several times")
+    parser.add_argument("--license", help="a licence's id on the hub, such as apache-2.0")
+    parser.add_argument("--language", action="append", help="code such as en; may be given several times")
+    parser.add_argument("--base-model", action="append", help="hub id; may be given several times")
+    parser.add_argument("--dataset", action="append", help="hub id; may be given several times")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the card and says which metadata it has, from where, and which it lacks.
+    """Writes the card.
 
     Raises:
-        ValueError: there is no model, or `check_replaceable` refuses the file.
+        ValueError: there is no model, a named record is missing, or the file exists and `--overwrite` is not given.
     """
-    facts = card_facts.read_facts(args.model_path, args.run_dir, args.results)
     path = args.output or args.model_path / CARD_FILE
-    check_replaceable(path, args.overwrite)
-    metadata, sources = card_metadata(facts, args)
-    write_text(path, signed(card_text(facts, metadata, args.repo and _id(args.repo))), synced=True)
+    if path.exists() and not args.overwrite:
+        raise ValueError(f"{path}: already there; pass --overwrite to replace it, or another --output")
+    write_text(path, card_text(args), synced=True)
     print(f"{path}: written")
-    for line in sources:
-        print(f"  {line}")
 
 
-def check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raises ValueError where writing `path` would lose a text that this command did not write, or that was edited."""
-    if overwrite or not path.exists():
-        return
-    present = path.read_text(encoding="utf-8", errors="replace")
-    text, mark, _ = present.rpartition(_MARK)
-    if present != signed(text):
-        what = "was edited since this command wrote it" if mark else "was not written by this command"
-        raise ValueError(f"{path} {what}; pass --overwrite to replace it, or another --output")
-
-
-def signed(text: str) -> str:
-    """`text` with a last line by which a later call knows it as its own."""
-    return f"{text}{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
-
-
-def card_metadata(facts: Facts, args: argparse.Namespace) -> tuple[ModelCardData, list[str]]:
-    """The card's metadata, and a line for each field that says where it comes from or how to give it."""
-    recorded = {"base_model": card_facts.recorded_bases(facts.stages)}
-    fields, lines = {}, []
-    for name, flag in _METADATA.items():
-        by_flag = getattr(args, flag[2:].replace("-", "_"))
-        if value := by_flag or recorded.get(name):
-            fields[name] = value
-            shown = value if isinstance(value, str) else ", ".join(value)
-            lines.append(f"{name}: {shown} ({f'given by {flag}' if by_flag else 'recorded in run.json'})")
-        else:
-            lines.append(f"{name}: left out, as nothing records it for certain; give it by {flag}")
-    tags = ["llava", "vision-language", *([] if facts.arm == "none" else [facts.arm])]
-    fields |= {"library_name": "transformers"} if facts.exported else {}
-    if facts.part != WHOLE:
-        tags += ["adapter", facts.part]
-        fields |= {"base_model_relation": "adapter"} if "base_model" in fields else {}
-    if scores := eval_results(facts):
-        fields |= {"model_name": facts.name, "eval_results": scores}
-    return ModelCardData(**fields, pipeline_tag="image-text-to-text", tags=tags), lines
-
-
-def eval_results(facts: Facts) -> list[EvalResult]:
-    """The scores in percent, as the hub's own lists of results read them."""
-    return [
-        EvalResult(
-            task_type="image-text-to-text",
-            dataset_type=one_line(name),
-            dataset_name=one_line(name),
-            metric_type=one_line(task.metric),
-            metric_value=task.score,
-        )
-        for name, task in (facts.results.tasks if facts.results else {}).items()
-    ]
-
-
-def card_text(facts: Facts, metadata: ModelCardData, repo: str | None = None) -> str:
+def card_text(args: argparse.Namespace) -> str:
     """The whole card, by its template."""
-    name = repo or facts.name
-    measured = norms_over_training(facts.stages)
-    places = [place for place in _PLACES if any(place in norms for _, norms in measured)]
-    card = ModelCard.from_template(
-        metadata,
-        template_path=str(_TEMPLATE),
-        plain=plain,
-        table=table,
-        facts=facts,
-        name=name,
-        own=name.rpartition("/")[2],
-        base=(metadata.base_model or ["BASE"])[0],
-        model=_model_rows(facts.config),
-        norm=_norm_rows(facts),
-        measured_heads=["", *(when for when, _ in measured)],
-        measured=[(_PLACES[p], *(f"{norms[p]:.4g}" if p in norms else "" for _, norms in measured)) for p in places],
-        stages=[_stage(stage) for stage in facts.stages],
-        results=_result_rows(facts),
+    folder, run_dir = args.model_path, args.run_dir or args.model_path
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--model-path {folder}: no config.json there with a model_type ({error!r})") from error
+    stages = read_stages(run_dir) if args.run_dir or (run_dir / RUN_FILE).is_file() else []
+    results_path = args.results or run_dir / RESULTS_FILE
+    results = read_results(results_path) if args.results or results_path.is_file() else None
+    arm, part = config.get("mm_projector_norm") or "none", part_of(folder)
+    name = args.repo or folder.resolve().name
+    metadata = ModelCardData(
+        license=args.license,
+        language=args.language,
+        base_model=args.base_model,
+        base_model_relation="adapter" if args.base_model and part != "whole" else None,
+        datasets=args.dataset,
+        library_name="transformers" if "text_config" in config else None,
+        model_name=name if results else None,
+        eval_results=results and eval_results(results),
+        pipeline_tag="image-text-to-text",
+        tags=["llava", "vision-language", *([arm] if arm != "none" else []), *([part] if part != "whole" else [])],
     )
-    return re.sub(r"\n{3,}", "\n\n", str(card).rstrip()) + "\n"
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _model_rows(config: dict[str, Any]) -> Rows:
-    text = config.get("text_config") or config
-    vision = config.get("vision_config") or config.get("mm_vision_config") or {}
-
-    def count(part: dict[str, Any], field: str, unit: str) -> str:
-        return f"{part[field]} {unit}" if isinstance(part.get(field), int) else ""
-
-    rows = {
-        "language model": [
-            text.get("model_type"),
-            count(text, "num_hidden_layers", "layers"),
-            count(text, "hidden_size", "wide"),
-        ],
-        "vision tower": [
-            vision.get("model_type"),
-            count(vision, "image_size", "pixels a side"),
-            count(vision, "patch_size", "a patch"),
-        ],
-        "projector": [config.get("mm_projector_type")],
-        "norm after it": [config.get("mm_projector_norm") or "none"],
-        "conversation template": [config.get("mm_conv_version")],
-        "pictures": [config.get("image_aspect_ratio")],
-        "weights": [config.get("dtype") or config.get("torch_dtype") or text.get("dtype")],
+    template = {
+        "name": name,
+        "own": name.rpartition("/")[2],
+        "base": (args.base_model or ["BASE"])[0],
+        "part": part,
+        "config": config,
+        "text": config.get("text_config") or config,
+        "vision": config.get("vision_config") or config.get("mm_vision_config") or {},
+        "arm": arm,
+        "gain": norm_gain(folder) if arm != "none" else None,
+        "stages": [stage_facts(*stage) for stage in stages],
+        "results": [(task, *result) for task, result in result_rows(results).items()],
     }
-    shown = {name: ", ".join(plain(part) for part in parts if part) for name, parts in rows.items()}
-    return [(name, value) for name, value in shown.items() if value]
+    return str(ModelCard.from_template(metadata, template_path=str(_TEMPLATE), **template)).rstrip() + "\n"
 
 
-def _norm_rows(facts: Facts) -> Rows:
-    if facts.arm == "none":
-        return []
-    numbers = {
-        "target norm of a visual token": facts.config.get("mm_projector_norm_target"),
-        "gain at the start": facts.config.get("mm_projector_norm_init_gain"),
-        "mean gain now": facts.gain,
-    }
-    norm = NORM_TYPES.get(facts.arm)
-    return [
-        ("arm", code(facts.arm)),
-        *((name, f"{value:.6g}") for name, value in numbers.items() if isinstance(value, int | float)),
-        ("gradient compensated by the mean gain", "yes" if norm and norm.compensated else "no"),
-    ]
+def part_of(folder: Path) -> str:
+    """What `folder` has: a `whole` model, or `lora` or `projector`, which need the model they were trained on."""
+    if (folder / "adapter_config.json").is_file():
+        return "lora"
+    weights = any(any(folder.glob(form)) for form in ("*.safetensors", "pytorch_model*.bin"))
+    return "projector" if (folder / ADAPTER_FILE).is_file() and not weights else "whole"
 
 
-def _stage(stage: Stage) -> dict[str, list]:
-    devices, training = stage.configuration["devices"], stage.configuration["training"]
-    data = card_facts.base_name(stage.configuration["data"].get(card_facts.DATA), stage.started_in)
-    batch = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * devices["ranks"]
-    facts = [f"data: {plain(data)}", f"{devices['ranks']} x {plain(devices['kind'])}", f"{batch} samples a step"]
-    facts += [f"{stage.steps} steps"] if stage.steps is not None else []
-    losses = [line["loss"] for line in stage.log if "loss" in line]
-    facts += [f"last logged loss {losses[-1]:.4g}"] if losses else []
-    facts += [f"own parts: {plain(', '.join(files))}"] if (files := stage.configuration.get("plugins")) else []
-    facts += [f"continued {stage.starts - 1} times"] if stage.starts > 1 else []
-    flags = card_facts.changed_flags(stage)
-    return {"facts": facts, "flags": [(code(f"--{name}"), code(value)) for name, value in flags.items()]}
+def norm_gain(folder: Path) -> float | None:
+    """Mean |gain| of the norm that ends the projector, the only vector named weight there, from the files alone."""
+    gains = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            gains += [tensors.get_tensor(name) for name in filter(_GAIN.search, tensors.keys())]
+    if not gains and (folder / ADAPTER_FILE).is_file():
+        gains = [tensor for name, tensor in read_tensors(folder / ADAPTER_FILE).items() if _GAIN.search(name)]
+    return next((gain.double().abs().mean().item() for gain in gains if gain.ndim == 1), None)
 
 
-def _result_rows(facts: Facts) -> Rows:
-    rows = []
-    for name, task in (facts.results.tasks if facts.results else {}).items():
-        bounds = interval(task)
-        shown = f"{bounds[0]:.1f} to {bounds[1]:.1f}" if bounds else "not a mean over questions"
-        chance = "" if task.chance is None else f"{task.chance:.1f}"
-        rows.append((plain(name), plain(task.metric), f"{task.score:.2f}", shown, chance, str(len(task.samples))))
+def read_stages(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Configuration and log of the run in `folder`, and before it of the run whose adapter it began with."""
+    newest = read_starts(folder / RUN_FILE)[-1]
+    log = folder / LOG_FILE
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+    stage = (newest["configuration"], lines)
+    adapter = newest["configuration"]["model"].get("pretrain_mm_mlp_adapter")
+    path = Path(newest["provenance"]["folder"]) / (adapter or "")
+    first = path if path.is_dir() else path.parent
+    return [*(read_stages(first) if adapter and (first / RUN_FILE).is_file() else []), stage]
+
+
+def stage_facts(configuration: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the card shows of a stage: settings, and the norms at the first and last step that measured them."""
+    settings = configuration["model"] | configuration["data"] | configuration["training"]
+    ranks = configuration["devices"]["ranks"]
+    batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * ranks
+    shown = {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, "", False)}
+    shown = {"data": ", ".join(Path(path).name for path in str(settings["data_path"]).split(","))} | shown
+    shown |= {"samples per step": batch, "devices": f"{ranks} x {configuration['devices']['kind']}"}
+    losses = [line for line in log if "loss" in line]
+    shown |= {"steps": losses[-1]["step"], "last logged loss": f"{losses[-1]['loss']:.4g}"} if losses else {}
+    measured = [line for line in log if "norm/llm_input" in line]
+    return {"settings": shown, "norms": [line["norm/llm_input"] for line in (measured[:1] + measured[1:][-1:])]}
+
+
+def result_rows(results: Results | None) -> dict[str, tuple[str, float, str, str, int]]:
+    """Metric, score, interval, chance and number of questions of each task; Wilson's interval where it is a mean."""
+    rows = {}
+    for name, task in (results.tasks if results else {}).items():
+        total, right = len(task.samples), sum(sample.score for sample in task.samples)
+        interval = "not a mean over questions"
+        if total and abs(100 * right / total - task.score) <= _TOLERANCE:
+            interval = "{:.1f} to {:.1f}".format(*(100 * bound for bound in share_interval(right, total)))
+        rows[name] = (task.metric, task.score, interval, "" if task.chance is None else f"{task.chance:.1f}", total)
     return rows
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
-
-
-def one_line(text: object) -> str:
-    """`text` with single spaces for all white space."""
-    return " ".join(str(text).split())
-
-
-def plain(text: object) -> str:
-    """`text` as one line of Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", html.escape(one_line(text), quote=False))
-
-
-def code(text: object) -> str:
-    """`text` as one line of code, which may stand in a table."""
-    line = one_line(text)
-    if not set(line) & set("`|"):
-        return f"`{line}`"
-    return f"<code>{re.sub('[`|*_~]', lambda mark: f'&#{ord(mark[0])};', html.escape(line, quote=False))}</code>"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells that are Markdown already."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows))
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def _word(form: re.Pattern, expected: str) -> Callable[[str], str]:
-    def checked(text: str) -> str:
-        if not form.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-        return text
-
-    return checked
-
-
-def _id(text: str) -> str:
-    try:
-        validate_repo_id(text)
-    except HFValidationError as error:
-        raise argparse.ArgumentTypeError(f"expected a hub id, OWNER/NAME, found {text!r}") from error
-    return text
+def eval_results(results: Results) -> list[EvalResult]:
+    """The scores in percent, as the hub's own lists of results read them."""
+    return [
+        EvalResult("image-text-to-text", name, name, task.metric, task.score) for name, task in results.tasks.items()
+    ]

@@ -91,7 +91,6 @@ def chat_template(
     template: Conversation,
     tokenizer: PreTrainedTokenizerBase,
     mm_use_im_start_end: bool = False,
-    marks_answers: bool = True,
     several_pictures: bool = True,
 ) -> str:
     """The Jinja text; parts of a message are joined as `llava.data.messages` joins them.
@@ -101,15 +100,12 @@ def chat_template(
         tokenizer: decides what is written before a text: a BOS, a space.
         mm_use_im_start_end: whether training put tags around pictures.
         several_pictures: whether a conversation may have more than one; False raises at the second.
-        marks_answers: whether `{% generation %}`, which transformers alone knows, holds what training labels.
     """
     pieces, strings = dict(_PIECES) | {"COUNT": "" if several_pictures else _ONE_PICTURE}, _strings(template)
     if "SYSTEM_USER" not in strings:
         pieces["SYSTEM"] = pieces["REFUSE"]
     if _strips(template):
         pieces["TEXT"] = "(ns.said | trim)"
-    if not marks_answers:
-        pieces["GENERATION"] = pieces["ENDGENERATION"] = ""
     image = DEFAULT_IMAGE_TOKEN
     if mm_use_im_start_end:
         image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN

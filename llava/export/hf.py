@@ -2,21 +2,29 @@
 
 Without a norm it is a stock LlavaForConditionalGeneration wherever that class computes the same, and with pictures
 in crops a LlavaNextForConditionalGeneration; else the folder brings its own code, see `llava.export.remote_code`, and
-is loaded with trust_remote_code=True.
+is loaded with trust_remote_code=True. What was written is loaded again and compared before the folder gets its name.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from PIL import Image
+from safetensors import SafetensorError
 from tokenizers import AddedToken
 from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BaseImageProcessor,
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -26,18 +34,26 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llava.anyres import CropRules, Picture, is_anyres
-from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation, answer_end
-from llava.export import remote_code, source
+from llava.anyres import CropRules, has_newline, is_anyres
+from llava.asking import choose_template, is_captioner
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.conversation import Conversation, answer_end, conv_templates
+from llava.export import remote_code
 from llava.export.chat_template import chat_template
-from llava.export.folder import whole_folder
-from llava.export.source import answering_template, refuse_plugins
-from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
+from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration
+from llava.mm_utils import (
+    ADDED_BY_EXPORT,
+    encode_chunk,
+    follow_umask,
+    load_tokenizer,
+    process_images,
+    save_tokenizer,
+    tokenizer_image_token,
+)
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
 from llava.model.decoding import token_ids_alone, unused
-from llava.model.hf_folder import CARRIED, NEXT, NEXT_NORM, ROWS, STOCK, WITH_NORM, hf_names
+from llava.model.hf_folder import CARRIED, NEXT, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -45,7 +61,8 @@ from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2Visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
-from llava.utils.commands import DTYPES
+from llava.utils.commands import DTYPES, add_plugin_argument
+from llava.utils.plugins import registered
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +71,28 @@ NEEDS_TRUST = (
     "trust_remote_code=True"
 )
 """The activation that classes without our code look up, and do not find."""
+CLASSES = {
+    STOCK: (LlavaConfig, LlavaForConditionalGeneration),
+    NEXT: (LlavaNextConfig, LlavaNextForConditionalGeneration),
+    WITH_NORM: (LlavaNormConfig, LlavaNormForConditionalGeneration),
+}
+"""Config and model of each `model_type` that is written."""
+TOLERANCE = 1e-5
+"""Largest difference of a logit after the round trip, in units of the largest logit, or of 1 if that is smaller."""
 _PREFIXED = ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model")
 """Towers whose parameters have `vision_model.` before their names in files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    source.add_arguments(parser)
+    add_plugin_argument(parser)
+    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    parser.add_argument(
+        "--conv-mode",
+        choices=list(conv_templates),
+        metavar="TEMPLATE",
+        help="conversation template (default: the one that the checkpoint was trained with)",
+    )
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the checkpoint's)")
     parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
@@ -78,41 +110,104 @@ def export(
     max_shard_size: str = "5GB",
     conv_mode: str | None = None,
 ) -> None:
-    """Writes the folder, which appears only when it is complete.
+    """Writes the folder, which appears only when it is complete and computes what the checkpoint does.
+
+    The comparison is made in fp32 and takes four bytes of memory per weight.
 
     Raises:
         ValueError: there is no whole checkpoint, it has a part that the format has no place for, or `output_dir` holds
             something else.
+        RuntimeError: the folder computes something else; nothing is left of it.
     """
     config = exportable_config(model_path)
     template = answering_template(config, model_path, conv_mode)
     config.mm_conv_version = conv_mode or config.mm_conv_version
-    with whole_folder(output_dir, "hf", model_path) as folder:
+    with new_folder(output_dir) as folder:
         model = load_as_stored(model_path, config, dtype).eval()
         tokenizer = load_tokenizer(model_path)
         image_token = add_image_token(tokenizer)
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
         tags = getattr(config, "mm_use_im_start_end", False)
         tokenizer.model_max_length = context_length(model.config)
-        cut = is_anyres(getattr(config, "image_aspect_ratio", None))
-        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags, several_pictures=not cut))
+        jinja = chat_template(template, tokenizer, tags, several_pictures=fields["model_type"] != NEXT)
+        write_tokenizer(tokenizer, folder, jinja)
         image_processor = load_image_processor(model_path, model.get_vision_tower())
         write_processor(image_processor, fields, model.crop_rules(), folder)
         write_model(model, fields, folder, max_shard_size)
         generation_config(model, tokenizer, template).save_pretrained(folder)
+        if fields["model_type"] == WITH_NORM:
+            (folder / f"{remote_code.NAME}.py").write_text(remote_code.code())
         if note := unused(model_path, model.file_decoding):
             logger.warning("%s; pass them to generate", note)
-        for name, text in remote_code.code_files(fields["model_type"]).items():
-            (folder / name).write_text(text)
+        check_written(folder, model, tokenizer, image_processor)
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
     if fields["model_type"] == NEXT:
         logger.warning(
             "one picture per prompt: transformers' LLaVA-NeXT cuts each of several pictures into crops, and this "
             "checkpoint pads them. A few sizes lose a row or column of black more or less, see docs/export.md"
         )
-    elif cut:
-        logger.warning(
-            "one picture per prompt: this checkpoint pads several pictures, and the folder's processor refuses them"
+
+
+@contextlib.contextmanager
+def new_folder(output_dir: Path) -> Iterator[Path]:
+    """Yields a folder beside `output_dir` to write into, which takes the name `output_dir` when it is complete.
+
+    Raises:
+        ValueError: `output_dir` is not empty, or another export writes it.
+        OSError: it cannot be written.
+    """
+    target = output_dir.resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"--output-dir {output_dir}: already there and not an empty folder; give another one")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"{partial}: left by an export that was killed, or written by one now; remove it") from None
+    try:
+        yield partial
+        partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) or error.errno == errno.ENOSPC:
+            raise OSError(f"--output-dir {output_dir}: {error}; free some room, or give another folder") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@torch.no_grad()
+def check_written(
+    folder: Path,
+    model: LlavaMetaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor: BaseImageProcessor | None,
+) -> None:
+    """Loads what was written, and compares pixels and logits of a prompt with a picture; turns `model` to fp32.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    side = model.crop_rules().crop_side
+    noise = torch.randint(256, (side, 2 * side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    picture = Image.fromarray(noise.numpy())
+    ids = tokenizer_image_token("A picture: <image>\nWhat is in it?", tokenizer)
+    pixels = process_images([picture], image_processor, model.config)
+    rows = model.config.vocab_size
+    expected = model.float()(input_ids=torch.tensor([ids]), images=pixels, image_sizes=[picture.size]).logits
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True, backend="pil")
+    inputs = processor(images=picture, text=DEFAULT_IMAGE_TOKEN, return_tensors="pt")
+    visual = [token for token in inputs.pop("input_ids")[0].tolist() if token == processor.image_token_id]
+    inputs.pop("attention_mask")
+    prompt = [token for i in ids for token in (visual if i == IMAGE_TOKEN_INDEX else [i])]
+    if not torch.equal(inputs["pixel_values"].flatten(), torch.as_tensor(pixels).flatten()):
+        raise RuntimeError(f"{folder}: its processor makes other pixels than the checkpoint's; report this")
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    found = theirs(input_ids=torch.tensor([prompt]), **inputs).logits[..., :rows]
+    difference = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{folder}: its logits differ from the checkpoint's by {difference:.1e}, expected at most {TOLERANCE}; "
+            "use the checkpoint as it is, and report this"
         )
 
 
@@ -141,9 +236,30 @@ def exportable_config(model_path: str) -> PretrainedConfig:
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
-    refuse_plugins(config, model_path)
+    tower = (getattr(config, "mm_vision_config", None) or {}).get("model_type")
+    norm = getattr(config, "mm_projector_norm", None)
+    if own := {f"norm {norm}", f"tower {tower}", f"decoder {config.model_type}"} & registered:
+        raise ValueError(
+            f"--model-path {model_path}: its {', '.join(sorted(own))} is code of your own, which this format cannot "
+            "carry; share the checkpoint as it is, with the file for --plugin"
+        )
     projector_depth(config, model_path)
     return config
+
+
+def answering_template(config: PretrainedConfig, model_path: str, conv_mode: str | None) -> Conversation:
+    """The template of `--conv-mode`, or else the checkpoint's.
+
+    Raises:
+        ValueError: the checkpoint is of stage 1 and answers no questions, whatever `--conv-mode` says.
+    """
+    template = choose_template(config, model_path, conv_mode)
+    recorded = getattr(config, "mm_conv_version", None) or conv_mode
+    if is_captioner(template) or is_captioner(choose_template(config, model_path, recorded)):
+        raise ValueError(
+            f"--model-path {model_path}: of stage 1 (template plain), which answers no questions; export stage 2"
+        )
+    return template
 
 
 def projector_depth(config: PretrainedConfig, model_path: str = "") -> int:
@@ -163,13 +279,18 @@ def projector_depth(config: PretrainedConfig, model_path: str = "") -> int:
     return depths[name]
 
 
-def crops_as_llava_next(config: PretrainedConfig) -> bool:
-    """Whether pictures are cut and their tokens arranged as in transformers' LLaVA-NeXT, which has no norm."""
-    return (
-        getattr(config, "image_aspect_ratio", None) == "anyres"
-        and getattr(config, "mm_patch_merge_type", None) == "spatial_unpad"
-        and getattr(config, "mm_projector_norm", "none") == "none"
-    )
+def refuse_crops(config: PretrainedConfig, suffices: bool) -> None:
+    """Raises ValueError where no class cuts pictures, or arranges their tokens, as the checkpoint does."""
+    aspect, merge = getattr(config, "image_aspect_ratio", None), getattr(config, "mm_patch_merge_type", None)
+    if not (is_anyres(aspect) or has_newline(merge)):
+        return
+    if not suffices or (aspect, merge) != ("anyres", "spatial_unpad"):
+        raise ValueError(
+            f"the checkpoint has image_aspect_ratio={aspect}, mm_patch_merge_type={merge}, mm_projector_norm="
+            f"{getattr(config, 'mm_projector_norm', 'none')}: crops are exported as transformers' LLaVA-NeXT alone, "
+            "which has anyres with spatial_unpad, two projector layers and no norm; use the checkpoint as it is, by "
+            "llava.model.builder"
+        )
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -214,25 +335,22 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
         "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
     }
     suffices, rules = stock_classes_suffice(config, tower, own), model.crop_rules()
-    if suffices and crops_as_llava_next(config):
+    refuse_crops(config, suffices)
+    if rules.is_anyres:
         return fields | {
             "architectures": [LlavaNextForConditionalGeneration.__name__],
             "model_type": NEXT,
             "image_grid_pinpoints": [[height, width] for width, height in rules.grids],
         }
-    model_type = WITH_NORM
-    if rules.is_anyres or rules.has_newline:
-        model_type = NEXT_NORM
-        own |= {"crop_rules": dataclasses.asdict(rules), "image_seq_length": rules.visual_tokens(Picture())}
-    elif suffices:
+    if suffices:
         return fields
     return (
         fields
         | own
         | {
-            "architectures": [remote_code.CLASSES[model_type][-1].__name__],
-            "model_type": model_type,
-            "auto_map": remote_code.auto_map(model_type),
+            "architectures": [LlavaNormForConditionalGeneration.__name__],
+            "model_type": WITH_NORM,
+            "auto_map": remote_code.AUTO_MAP,
             "projector_hidden_act": NEEDS_TRUST,
         }
     )
@@ -251,11 +369,7 @@ def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dic
 
 def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
     """Writes weights and `config.json`; checks that tensors and places in the class match one to one."""
-    stock = {
-        STOCK: (LlavaConfig, LlavaForConditionalGeneration),
-        NEXT: (LlavaNextConfig, LlavaNextForConditionalGeneration),
-    }
-    config_class, *_, model_class = (stock | remote_code.CLASSES)[fields["model_type"]]
+    config_class, model_class = CLASSES[fields["model_type"]]
     tensors = model.state_dict()
     names = hf_names(tensors, model.config)
     tensors = {theirs: tensors[ours] for ours, theirs in names.items()}
@@ -279,7 +393,7 @@ def file_name(name: str, fields: dict[str, Any]) -> str:
     """
     if fields["vision_config"]["model_type"] in _PREFIXED and name.startswith("model.vision_tower."):
         name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-    if fields["model_type"] in remote_code.CLASSES:
+    if fields["model_type"] == WITH_NORM:
         return name
     renamed = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
     prefix = next(prefix for prefix in renamed if name.startswith(prefix))
@@ -363,9 +477,6 @@ def write_processor(image_processor: Any, fields: dict[str, Any], rules: CropRul
 
 def processor_fields(fields: dict[str, Any], rules: CropRules, side: int) -> dict[str, Any]:
     """What counts visual tokens, in `processor_config.json`; `side` is that of a crop in pixels."""
-    if rules.is_anyres and fields["model_type"] == NEXT_NORM:
-        own = {"image_token": DEFAULT_IMAGE_TOKEN, "crop_rules": fields["crop_rules"]}
-        return own | remote_code.processor_class()
     strategy, patch = fields["vision_feature_select_strategy"], fields["vision_config"]["patch_size"]
     more = fields["image_seq_length"] - (side // patch) ** 2
     return {

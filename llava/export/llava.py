@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from llava.export.folder import whole_folder
+from llava.export.hf import new_folder
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.decoding import unused
@@ -46,7 +46,7 @@ def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None
             f"--model-path {model_path}: not a folder of Hugging Face's LLaVA classes (its config.json has no "
             "text_config); a checkpoint of this tree has LLaVA's layout already"
         )
-    with whole_folder(output_dir, "llava", model_path) as folder:
+    with new_folder(output_dir) as folder:
         model = load_as_stored(model_path, config, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if note := unused(model_path, model.file_decoding):

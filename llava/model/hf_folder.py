@@ -15,8 +15,8 @@ from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import ProjectorNorm
 
-STOCK, NEXT, WITH_NORM, NEXT_NORM = "llava", "llava_next", "llava_norm", "llava_next_norm"
-"""Model types: two of transformers, LLaVA and LLaVA-NeXT, and those of the code in an exported folder."""
+STOCK, NEXT, WITH_NORM = "llava", "llava_next", "llava_norm"
+"""Model types: two of transformers, LLaVA and LLaVA-NeXT, and that of the code in an exported folder."""
 CARRIED = (
     "mm_", "image_aspect", "image_grid", "image_orientation", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
 )  # fmt: skip
@@ -28,8 +28,7 @@ _PROJECTOR = "multi_modal_projector"
 
 def is_hf_folder(fields: dict[str, Any]) -> bool:
     """Whether a config's fields are those of Hugging Face's LLaVA; LLaVA's first checkpoints share the name."""
-    known = (STOCK, NEXT, WITH_NORM, NEXT_NORM)
-    return fields.get("model_type") in known and isinstance(fields.get("text_config"), dict)
+    return fields.get("model_type") in (STOCK, NEXT, WITH_NORM) and isinstance(fields.get("text_config"), dict)
 
 
 def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
