@@ -1,4 +1,4 @@
-"""transformers' own test mixins on its LLaVA and LLaVA-NeXT and on the exported classes; writes what each test came to.
+"""transformers' own test mixins on its LLaVA and on the exported class; writes what each test came to.
 
     python tests/support/mixin_classes.py OUTCOMES.json
 
@@ -19,15 +19,10 @@ from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor
 from transformers.models.auto import modeling_auto
 
-from llava.export.modeling_llava_next_norm import (
-    LlavaNextNormConfig,
-    LlavaNextNormForConditionalGeneration,
-    LlavaNextNormModel,
-)
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
-STOCK, STOCK_NEXT, NEXT = "stock", "stock_next", "next_"
+STOCK = "stock"
 IMAGE, SIDE, TEXT = 0, 4, 7  # the image token's id, patches along a crop's side, tokens of text
 LLAMA = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
@@ -40,12 +35,10 @@ CLIP = {"image_size": 8, "patch_size": 2, "hidden_size": 32, "intermediate_size"
 }
 # The mixins look up in the library's tables which class has no head, and which one takes labels.
 NORM_CLASSES = (LlavaNormModel, LlavaNormForConditionalGeneration)
-NEXT_NORM_CLASSES = (LlavaNextNormModel, LlavaNextNormForConditionalGeneration)
-for _config, (_model, _with_head) in ((LlavaNormConfig, NORM_CLASSES), (LlavaNextNormConfig, NEXT_NORM_CLASSES)):
-    transformers.AutoConfig.register(_config.model_type, _config)
-    transformers.AutoModel.register(_config, _model)
-    modeling_auto.MODEL_MAPPING_NAMES[_config.model_type] = _model.__name__
-    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[_config.model_type] = _with_head.__name__
+transformers.AutoConfig.register(LlavaNormConfig.model_type, LlavaNormConfig)
+transformers.AutoModel.register(LlavaNormConfig, LlavaNormModel)
+modeling_auto.MODEL_MAPPING_NAMES[LlavaNormConfig.model_type] = LlavaNormModel.__name__
+modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[LlavaNormConfig.model_type] = NORM_CLASSES[1].__name__
 
 
 class TinyLlava:
@@ -80,17 +73,6 @@ class TinyLlava:
         return {"pixel_values": floats_tensor([self.batch_size, 3, CLIP["image_size"], CLIP["image_size"]])}
 
 
-class TinyLlavaNext(TinyLlava):
-    """The same with pictures that become a small copy and two crops side by side."""
-
-    visual_tokens = SIDE**2 + SIDE * (2 * SIDE + 1)  # `image_newline` ends each row
-
-    def pictures(self) -> dict[str, torch.Tensor]:
-        side = CLIP["image_size"]
-        pixels = floats_tensor([self.batch_size, 3, 3, side, side])
-        return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, 2 * side]] * self.batch_size)}
-
-
 MIXINS = (ModelTesterMixin, GenerationTesterMixin)
 
 
@@ -112,24 +94,10 @@ def case_of(name: str, tester: type, config_class: type, model_classes: tuple[ty
 
 
 STOCK_CLASSES = (transformers.LlavaModel, transformers.LlavaForConditionalGeneration)
-STOCK_NEXT_CLASSES = (transformers.LlavaNextModel, transformers.LlavaNextForConditionalGeneration)
-SIZE = CLIP["image_size"]
-RULES = {"tokens_per_crop": SIDE**2, "tokens_per_side": SIDE, "crop_side": SIZE, "aspect_ratio": "anyres"}
-RULES |= {"merge_type": "spatial_unpad", "grids": [[2 * SIZE, SIZE]]}
 globals()[STOCK] = case_of(STOCK, TinyLlava, transformers.LlavaConfig, STOCK_CLASSES)
-globals()[STOCK_NEXT] = case_of(
-    STOCK_NEXT,
-    TinyLlavaNext,
-    transformers.LlavaNextConfig,
-    STOCK_NEXT_CLASSES,
-    image_grid_pinpoints=[[SIZE, 2 * SIZE]],
-)
 for _norm in NORM_TYPES:
     _fields = {"mm_projector_norm": _norm, "mm_projector_norm_init_gain": 0.2}
     globals()[_norm] = case_of(_norm, TinyLlava, LlavaNormConfig, NORM_CLASSES, **_fields)
-    globals()[NEXT + _norm] = case_of(
-        NEXT + _norm, TinyLlavaNext, LlavaNextNormConfig, NEXT_NORM_CLASSES, crop_rules=RULES, **_fields
-    )
 
 
 class Outcomes:
