@@ -81,7 +81,12 @@ def card_text(args: argparse.Namespace) -> str:
         model_name=name if results else None,
         eval_results=results and eval_results(results),
         pipeline_tag="image-text-to-text",
-        tags=["llava", "vision-language", *([arm] if arm != "none" else []), *([part] if part != "whole" else [])],
+        tags=[
+            "llava",
+            "vision-language",
+            *([arm] if arm != "none" else []),
+            *(["adapter", part] if part != "whole" else []),
+        ],
     )
     template = {
         "name": name,
