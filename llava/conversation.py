@@ -24,7 +24,7 @@ class SeparatorStyle(Enum):
     LLAMA_3 = auto()
     QWEN = auto()
     GEMMA = auto()
-    TAGGED = auto()
+    QWEN_3 = auto()
 
 
 class Part(NamedTuple):
@@ -51,22 +51,6 @@ class Frame(NamedTuple):
     tail: str = ""
 
 
-class Tags(NamedTuple):
-    """The strings around every turn in a template of style TAGGED, with their spaces and line ends.
-
-    `user` and `system` hold what comes before and after the text; `assistant` holds what comes before, the end that is
-    learnt, and what comes after that. Without `system` the system prompt opens the first user turn.
-    """
-
-    user: tuple[str, str]
-    assistant: tuple[str, str, str]
-    system: tuple[str, str] | None = None
-    start: str = ""  # of the conversation, where the tokenizer does not write it
-    last_header: str = ""  # is added to the header of a conversation's last answer
-    finish: str | None = None  # replaces what comes after the last answer's end
-    strips: bool = False  # whether turns lose white space at their ends
-
-
 _SKIPS_EMPTY = (SeparatorStyle.LLAMA_2, SeparatorStyle.LLAMA_3)
 """Styles that write nothing for an empty turn between others; the rest write its header."""
 
@@ -89,7 +73,6 @@ class Conversation:
     offset: int = 0
     stop_str: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    tags: Tags | None = None
 
     def append_message(self, role: str, message: Any) -> None:
         """Add one turn; `message` None opens the turn that is to be generated."""
@@ -112,8 +95,11 @@ class Conversation:
         if self.sep_style in (SeparatorStyle.PLAIN, SeparatorStyle.GEMMA):
             raise ValueError(f"a template of style {self.sep_style.name} has no place for a system turn")
         other = self.copy()
-        marked = self.sep_style in (SeparatorStyle.MPT, SeparatorStyle.CHATML, SeparatorStyle.QWEN)
-        other.system = self.system[: self.system.find("\n") + 1] + text if marked else text
+        if self.sep_style in (SeparatorStyle.MPT, SeparatorStyle.CHATML, SeparatorStyle.QWEN):
+            text = self.system[: self.system.find("\n") + 1] + text
+        elif self.sep_style is SeparatorStyle.QWEN_3 and text:
+            text = _IM_SYSTEM + text
+        other.system = text
         return other
 
     def parts(self, keep_empty: bool = False) -> list[Part]:
@@ -124,13 +110,12 @@ class Conversation:
         """
         parts = [Part(self._preamble(), "system", "header")]
         messages = self._plain_messages()
-        strips = self.sep_style is SeparatorStyle.LLAMA_3 or (self.tags is not None and self.tags.strips)
         speakers = [self._speaker(index, role) for index, (role, _) in enumerate(messages)]
         for index, (role, text) in enumerate(messages):
             speaker, last = speakers[index], index == len(messages) - 1
             frame = self._frame(role, speaker, first=speaker not in speakers[:index], last=last)
             if text or (keep_empty and text is not None):
-                text = text.strip() if strips else text
+                text = text.strip() if self.sep_style is SeparatorStyle.LLAMA_3 else text
                 pieces = (frame.header, frame.gap + text, frame.end, frame.tail)
                 parts += [Part(piece, speaker, kind) for piece, kind in zip(pieces, PART_KINDS, strict=True)]
             elif self.sep_style not in _SKIPS_EMPTY or last:
@@ -146,11 +131,7 @@ class Conversation:
         if style is SeparatorStyle.LLAMA_3:
             header = self._frame("system", "system", first=True, last=False).header
             return "<|begin_of_text|>" + header + self.system + self.sep
-        if style is SeparatorStyle.TAGGED:
-            assert self.tags is not None
-            before, after = self.tags.system if self.tags.system and self.system else ("", "")
-            return self.tags.start + (before + self.system + after if before else "")
-        if style in (SeparatorStyle.CHATML, SeparatorStyle.QWEN):
+        if style in (SeparatorStyle.CHATML, SeparatorStyle.QWEN, SeparatorStyle.QWEN_3):
             return self.system + self.sep + "\n" if self.system else ""
         if style in (SeparatorStyle.SINGLE, SeparatorStyle.TWO, SeparatorStyle.MPT):
             return self.system + self.sep
@@ -172,8 +153,9 @@ class Conversation:
                 return Frame(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "", self.sep)
             case SeparatorStyle.LLAMA_2:
                 return self._llama_2_frame(speaker, first)
-            case SeparatorStyle.TAGGED:
-                return self._tagged_frame(speaker, first, last)
+            case SeparatorStyle.QWEN_3:
+                thought = _NO_THOUGHT if last and speaker == "assistant" else ""
+                return Frame(role + "\n" + thought, "", self.sep, "\n")
             case _:
                 return Frame("", "", self.sep)
 
@@ -190,18 +172,6 @@ class Conversation:
         system = f"<<SYS>>\n{self.system}\n<</SYS>>\n\n" if self.system else ""
         return Frame("[INST] " + system, "", " [/INST]")
 
-    def _tagged_frame(self, speaker: str, first: bool, last: bool) -> Frame:
-        tags = self.tags
-        assert tags is not None
-        if speaker == "user":
-            header, end = tags.user
-            opens = first and self.system and tags.system is None
-            return Frame(header + (f"{self.system}\n\n" if opens else ""), "", end)
-        header, end, tail = tags.assistant
-        if last:
-            header, tail = header + tags.last_header, tail if tags.finish is None else tags.finish
-        return Frame(header, "", end, tail)
-
     def _plain_messages(self) -> list[tuple[str, str | None]]:
         """Messages as text, also where they hold a picture as `(text, picture, ...)`, as LLaVA's demo makes them."""
         messages = [(role, text[0] if isinstance(text, tuple) else text) for role, text in self.messages]
@@ -215,6 +185,9 @@ class Conversation:
         return [shown, (self.roles[1], "Received."), (role, text), *messages[1:]]
 
 
+_IM_SYSTEM = "<|im_start|>system\n"
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+"""Before the answer that Qwen3 gives without thinking; its chat template removes it from earlier answers."""
 _POLITE = "The assistant gives helpful, detailed, and polite answers to the {}'s questions."
 _VICUNA_USER = "A chat between a curious user and an artificial intelligence assistant. " + _POLITE.format("user")
 _VICUNA_HUMAN = "A chat between a curious human and an artificial intelligence assistant. " + _POLITE.format("human")
@@ -274,7 +247,7 @@ def _llama_3(system: str) -> Conversation:
 
 def _mpt(system: str) -> Conversation:
     roles = ("<|im_start|>user\n", "<|im_start|>assistant\n")
-    return Conversation("<|im_start|>system\n" + system, roles, SeparatorStyle.MPT, "<|im_end|>", version="mpt")
+    return Conversation(_IM_SYSTEM + system, roles, SeparatorStyle.MPT, "<|im_end|>", version="mpt")
 
 
 def _zephyr() -> Conversation:
@@ -284,26 +257,17 @@ def _zephyr() -> Conversation:
 
 def _chatml(system: str, version: str) -> Conversation:
     roles = ("<|im_start|>user", "<|im_start|>assistant")
-    return Conversation("<|im_start|>system\n" + system, roles, SeparatorStyle.CHATML, "<|im_end|>", version=version)
+    return Conversation(_IM_SYSTEM + system, roles, SeparatorStyle.CHATML, "<|im_end|>", version=version)
+
+
+def _qwen_3() -> Conversation:
+    roles = ("<|im_start|>user", "<|im_start|>assistant")
+    return Conversation("", roles, SeparatorStyle.QWEN_3, "<|im_end|>", version="qwen_3")
 
 
 def _gemma() -> Conversation:
     roles = ("<start_of_turn>user\n", "<start_of_turn>model\n")
     return Conversation("", roles, SeparatorStyle.GEMMA, "<end_of_turn>\n", version="gemma")
-
-
-def _tagged(
-    version: str, user: tuple[str, str], assistant: tuple[str, str, str], default_system: str = "", **tags: Any
-) -> Conversation:
-    roles, style = ("user", "assistant"), SeparatorStyle.TAGGED
-    return Conversation(default_system, roles, style, assistant[1], version=version, tags=Tags(user, assistant, **tags))
-
-
-def _im_tagged(version: str, assistant: str, default_system: str = "", **tags: Any) -> Conversation:
-    """ChatML; `assistant` is what the model expects before an answer that it gives without thinking."""
-    user, system = (("<|im_start|>" + role + "\n", "<|im_end|>\n") for role in ("user", "system"))
-    answer = ("<|im_start|>assistant\n" + assistant, "<|im_end|>", "\n")
-    return _tagged(version, user, answer, default_system, system=system, **tags)
 
 
 conv_templates: dict[str, Conversation] = {
@@ -334,51 +298,7 @@ conv_templates: dict[str, Conversation] = {
     "qwen_2_5": _chatml(_QWEN_2_5_SYSTEM, "qwen"),
     "chatml": _chatml(_SMOLLM2_SYSTEM, "chatml"),
     "gemma_instruct": _gemma(),
-    # What the stock tokenizers' chat templates write, except for the date in SmolLM3's and Granite's system prompts.
-    "qwen_3": _im_tagged("qwen_3", "", last_header="<think>\n\n</think>\n\n"),
-    "mistral_nemo": _tagged("mistral_nemo", ("[INST]", "[/INST]"), ("", "</s>", "")),
-    "gemma_3": _tagged(
-        "gemma_3",
-        ("<start_of_turn>user\n", "<end_of_turn>\n"),
-        ("<start_of_turn>model\n", "<end_of_turn>", "\n"),
-        strips=True,
-    ),
-    "phi_3": _tagged(
-        "phi_3",
-        ("<|user|>\n", "<|end|>\n"),
-        ("<|assistant|>\n", "<|end|>", "\n"),
-        system=("<|system|>\n", "<|end|>\n"),
-        finish="\n<|endoftext|>",
-    ),
-    "phi_4": _tagged(
-        "phi_4",
-        ("<|im_start|>user<|im_sep|>", "<|im_end|>"),
-        ("<|im_start|>assistant<|im_sep|>", "<|im_end|>", ""),
-        system=("<|im_start|>system<|im_sep|>", "<|im_end|>"),
-    ),
-    "phi_4_mini": _tagged(
-        "phi_4_mini",
-        ("<|user|>", "<|end|>"),
-        ("<|assistant|>", "<|end|>", ""),
-        system=("<|system|>", "<|end|>"),
-        finish="<|endoftext|>",
-    ),
-    "olmo_2": _tagged(
-        "olmo_2",
-        ("<|user|>\n", "\n"),
-        ("<|assistant|>\n", "<|endoftext|>", "\n"),
-        system=("<|system|>\n", "\n"),
-        start="<|endoftext|>",
-        finish="",
-    ),
-    "smollm_3": _im_tagged("smollm_3", "<think>\n\n</think>\n", _SMOLLM2_SYSTEM + "."),
-    "granite_3": _tagged(
-        "granite_3",
-        ("<|start_of_role|>user<|end_of_role|>", "<|end_of_text|>\n"),
-        ("<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>", "\n"),
-        "You are Granite, developed by IBM. You are a helpful AI assistant.",
-        system=("<|start_of_role|>system<|end_of_role|>", "<|end_of_text|>\n"),
-    ),
+    "qwen_3": _qwen_3(),  # what the stock tokenizers' chat template writes
 }
 """Templates by their `--version`. Shared by all callers: work on a copy."""
 

@@ -15,8 +15,7 @@ from llava.analysis.processors import load_remote_image_processor
 from llava.analysis.remote_code import load_remote, requires_trust
 from llava.families import output_rows
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
-from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower, VisionTower
 
 MOONVIT = "moonvit"
 """No tower of ours: its repository has its code."""

@@ -57,8 +57,7 @@ from llava.model.hf_folder import CARRIED, NEXT, ROWS, STOCK, WITH_NORM, hf_name
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
-from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2VisionTower
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_encoder.towers import Siglip2VisionTower, VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
 from llava.utils.commands import DTYPES, add_plugin_argument
@@ -361,8 +360,7 @@ def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dic
     return (
         getattr(config, "mm_projector_norm", "none") == "none"
         and own == {"projector_depth": 2, "num_register_tokens": 0}
-        # NaFlex takes patches and not pixels; DINOv3 jitters positions in training.
-        and not isinstance(tower, Siglip2VisionTower | DINOv3VisionTower)
+        and not isinstance(tower, Siglip2VisionTower)  # NaFlex takes patches and not pixels
         and getattr(config, "logits_scaling", 1) == 1  # Granite's, which its head applies and not its decoder
     )
 

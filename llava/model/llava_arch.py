@@ -26,7 +26,7 @@ from llava.model.crops import line_up
 from llava.model.decoding import HUB_OPTIONS, SAMPLING, other_settings, read_generation_config, token_ids_alone
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
 from llava.model.multimodal_projector.norm import (

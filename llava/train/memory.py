@@ -20,7 +20,7 @@ from llava.model.attention import SEGMENTS
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import is_adapted, is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained

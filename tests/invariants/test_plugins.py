@@ -61,7 +61,7 @@ class OwnTower(CLIPVisionTower):
 AutoConfig.register("own_clip", OwnConfig, exist_ok=True)
 register_tower(OwnTower)
 register_projector(
-    "pooled_Nx", lambda e, d, n: nn.Sequential(MergePatches(n, mean=True), nn.Linear(e, d)), merge=2
+    "pooled_Nx", lambda e, d, n: nn.Sequential(MergePatches(n), nn.Linear(n * n * e, d)), merge=2
 )
 register_optimizer("plain_sgd", lambda groups, args: torch.optim.SGD(groups, momentum=0.5))
 """

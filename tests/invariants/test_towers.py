@@ -6,7 +6,6 @@ import torch
 from PIL import Image
 from tiny_towers import CONFIGS, LAYERS, PATCH, SIDE, E
 from torch import nn
-from training import rotary_frequencies
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from llava.mm_utils import process_images
@@ -19,9 +18,6 @@ FACTS = {
     "siglip2_vision_model": (0, 48),
     "clip_vision_model": (1, 48),
     "dinov2": (1, 4 * E),
-    "dinov2_with_registers": (5, 88),
-    "dinov3_vit": (4, 48),
-    "aimv2_vision_model": (0, 48),
 }
 
 
@@ -117,14 +113,10 @@ def test_exactly_the_parameters_listed_as_used_get_a_gradient(saved):
     assert without == []
 
 
-def test_a_towers_cast_to_16_bits_leaves_rotary_frequencies_in_fp32(saved):
-    model_type, folder, _ = saved
-    tower = load(folder)
-    expected = rotary_frequencies(tower)
-    assert bool(expected) == (model_type == "dinov3_vit")
-    found = rotary_frequencies(tower.to(torch.bfloat16))
-    assert tower.dtype is torch.bfloat16
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def test_the_giant_dinov2_has_a_gated_mlp():
+    tower = TOWERS["dinov2"](TOWERS["dinov2"].config_class(**CONFIGS["dinov2"], use_swiglu_ffn=True))
+    assert tower.gated_mlp and tower.mlp_width == 88
+    assert tower(torch.randn(2, 3, SIDE, SIDE)).shape == (2, (SIDE // PATCH) ** 2, E)
 
 
 def test_training_mode_changes_nothing(saved):

@@ -9,7 +9,4 @@ CONFIGS = {
     "siglip2_vision_model": SIZES | MLP | {"num_patches": (SIDE // PATCH) ** 2},
     "clip_vision_model": WITH_IMAGE_SIZE | MLP,
     "dinov2": WITH_IMAGE_SIZE,
-    "dinov2_with_registers": WITH_IMAGE_SIZE | {"use_swiglu_ffn": True},
-    "dinov3_vit": WITH_IMAGE_SIZE | MLP | {"num_register_tokens": 3, "use_gated_mlp": True},
-    "aimv2_vision_model": WITH_IMAGE_SIZE | MLP,
 }

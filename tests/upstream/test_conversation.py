@@ -59,44 +59,17 @@ def test_chatml_has_the_default_system_prompt_of_smollm2():
     )
 
 
-# What the stock chat templates write. No package has these tokenizers; of those that npm has, the ids are compared.
-STOCK = {
-    "phi_3": "<|system|>\nS<|end|>\n<|user|>\nHello<|end|>\n<|assistant|>\nHi.<|end|>\n<|user|>\nBye<|end|>\n"
-    "<|assistant|>\n|Bye!<|end|>\n<|endoftext|>",
-    "phi_4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>Hello<|im_end|>"
-    "<|im_start|>assistant<|im_sep|>Hi.<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|>"
-    "<|im_start|>assistant<|im_sep|>|Bye!<|im_end|>",
-    "phi_4_mini": "<|system|>S<|end|><|user|>Hello<|end|><|assistant|>Hi.<|end|><|user|>Bye<|end|>"
-    "<|assistant|>|Bye!<|end|><|endoftext|>",
-    "olmo_2": "<|endoftext|><|system|>\nS\n<|user|>\nHello\n<|assistant|>\nHi.<|endoftext|>\n<|user|>\nBye\n"
-    "<|assistant|>\n|Bye!<|endoftext|>",
-    "smollm_3": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\nHi.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n|Bye!<|im_end|>\n",
-    "granite_3": "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n"
-    "<|start_of_role|>user<|end_of_role|>Hello<|end_of_text|>\n"
-    "<|start_of_role|>assistant<|end_of_role|>Hi.<|end_of_text|>\n"
-    "<|start_of_role|>user<|end_of_role|>Bye<|end_of_text|>\n"
-    "<|start_of_role|>assistant<|end_of_role|>|Bye!<|end_of_text|>\n",
-}
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_prompts_and_conversations_are_what_stock_chat_templates_write(name):
-    """What stands before the bar in `STOCK` is the prompt for the last answer."""
-    opened, answered = STOCK[name].split("|Bye!")
-    texts = SCENARIOS["no_image"]
-    assert filled(name, [*texts[:3], None]).with_system("S").get_prompt() == opened
-    assert filled(name, texts).with_system("S").get_prompt() == f"{opened}Bye!{answered}"
-
-
-@pytest.mark.parametrize("name", [name for name, one in conv_templates.items() if one.tags])
-def test_tagged_templates_learn_answers_with_their_ends_and_nothing_else(name):
-    parts = filled(name, SCENARIOS["no_image"]).with_system("Be terse.").parts()
-    learnt = "".join(part.text for part in parts if part.speaker == "assistant" and part.kind in ("body", "end"))
-    end = conv_templates[name].sep
-    assert learnt == f"Hi.{end}Bye!{end}"
-    assert "Be terse." in "".join(part.text for part in parts if part.kind == "header")
+def test_qwen_3_answers_without_thinking_as_its_chat_template_writes_it():
+    texts, prefix = SCENARIOS["no_image"], "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    opened = prefix + (
+        "<|im_start|>assistant\nHi.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert filled("qwen_3", [*texts[:3], None]).with_system("S").get_prompt() == opened
+    answered = filled("qwen_3", texts).with_system("S")
+    assert answered.get_prompt() == f"{opened}Bye!<|im_end|>\n"
+    learnt = [part.text for part in answered.parts() if part.speaker == "assistant" and part.kind in ("body", "end")]
+    assert "".join(learnt) == "Hi.<|im_end|>Bye!<|im_end|>"
 
 
 def test_the_names_that_scripts_and_clients_use_exist():

@@ -50,7 +50,7 @@ def test_ids_and_labels_equal_upstreams(run):
     assert differing == DEVIATIONS["next", run["version"]]
 
 
-STOCK = [("qwen2_5", "qwen_2_5"), ("qwen3", "qwen_3"), ("gemma3", "gemma_3"), ("mistral_nemo", "mistral_nemo")]
+STOCK = [("qwen2_5", "qwen_2_5"), ("qwen3", "qwen_3")]
 ROUNDS = ["Which colour has the sky?", "Blue. 蓝色!\n", "  And the\n\ngrass", "Green."]
 
 
@@ -77,12 +77,10 @@ def test_ids_equal_those_of_the_stock_chat_template(name, version, system):
 
     for rounds in (2, 4):
         messages, record = chat(ROUNDS[:rounds], system)
-        if name != "mistral_nemo" or system is None:  # which drops the system turn of a whole conversation
-            assert preprocess(record, tok, version).input_ids.tolist() == stock(messages)
+        assert preprocess(record, tok, version).input_ids.tolist() == stock(messages)
     for rounds in (1, 3):
         messages, record = chat(ROUNDS[:rounds], system)
-        if name != "mistral_nemo" or system is None or rounds == 1:  # which has it in the last question, not the first
-            assert generation_ids(record, tok, version).tolist() == stock(messages, add_generation_prompt=True)
+        assert generation_ids(record, tok, version).tolist() == stock(messages, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +89,6 @@ def test_ids_equal_those_of_the_stock_chat_template(name, version, system):
         ("qwen2_5", "qwen_1_5", "<|im_end|>"),
         ("llama3_2", "llava_llama_3", "<|eot_id|>"),
         ("qwen3", "qwen_3", "<|im_end|>"),
-        ("gemma3", "gemma_3", "<end_of_turn>"),
-        ("mistral_nemo", "mistral_nemo", "</s>"),
     ],
 )
 def test_exactly_the_answers_and_their_end_token_are_learnt(name, version, end):

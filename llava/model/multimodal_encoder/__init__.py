@@ -1,1 +1,1 @@
-"""The vision towers: SigLIP and CLIP."""
+"""The vision towers: SigLIP, SigLIP 2, CLIP and DINOv2."""

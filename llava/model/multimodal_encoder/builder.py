@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig
 
-from llava.model.multimodal_encoder.towers import TOWERS
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
 
 
 def read_vision_config(vision_tower: str) -> dict[str, Any]:

@@ -1,52 +1,226 @@
-"""The families of vision encoders: each a class with its differences from `VisionTower`, and a row of `TOWERS`.
+"""Vision towers: a Hugging Face vision encoder whose hidden state at one layer is the visual tokens.
 
-Shapes: N images, P tokens inside the encoder, E vision hidden size.
+`VisionTower` is what all kinds of encoders share; each kind is a subclass with its differences, and a row of `TOWERS`.
+
+Shapes: N images, V visual tokens per image, P tokens inside the encoder, E vision hidden size.
 """
 
+import contextlib
+import functools
+import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
-    Aimv2VisionConfig,
-    Aimv2VisionModel,
+    BaseImageProcessor,
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    DINOv3ViTConfig,
-    DINOv3ViTModel,
     PretrainedConfig,
+    PreTrainedModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
-from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, SizeDict
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.utils import logging as transformers_logging
 
-from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.zero3 import beside_another_model, is_partitioned
 
-# The pattern by which transformers 5.23 renames DINOv3's weights also matches `layer_scale1`, as its dot matches any
-# character.
-register_checkpoint_conversion_mapping(
-    DINOv3ViTConfig.model_type, [WeightRenaming(r"(?<!model\.)layer\.", "model.layer.")], overwrite=True
-)
+# Fields of a backbone's config that list its layers; they fit only the full depth.
+_STAGES = ("stage_names", "out_features", "out_indices")
 
 
-def _cropping_to(side: int, processor: Any) -> Any:
-    """`processor`, which resizes the shorter side and cuts a square from the middle, set to that square's side."""
-    processor.size = {"shortest_edge": side}
-    processor.crop_size = {"height": side, "width": side}
-    return processor
+@contextlib.contextmanager
+def _without_loading_report() -> Iterator[None]:
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@functools.cache
+def _without_mask(layer: type[nn.Module]) -> dict[str, None]:
+    """`attention_mask=None`, which most encoders' layers need, and which DINOv2's of transformers 5.17 do not take."""
+    return {"attention_mask": None} if "attention_mask" in inspect.signature(layer.forward).parameters else {}
+
+
+class VisionTower(nn.Module):
+    """Runs a vision encoder up to the selected layer and returns its tokens [N, V, E].
+
+    The encoder is `vision_tower.vision_model`, so that parameters keep the names of LLaVA's checkpoints.
+
+    Args:
+        config: the encoder's own config, at its full depth.
+        select_layer: index into the encoder's hidden states (0 is the embedding output, -1 the last layer's, -2 the
+            input of the last layer), as `mm_vision_select_layer`.
+        select_feature: `patch` (image patches only) or `cls_patch` (with the class token in front).
+
+    Attributes:
+        image_processor_class: runs on Pillow, so that pixels are the same everywhere.
+        select_features: the values of `select_feature`.
+        num_prefix_tokens: tokens that come before the patches inside the encoder.
+        layers_at, patch_embedding_at, final_norm_at: paths inside the encoder. Patches become tokens in a convolution
+            or linear layer; visual tokens do not pass through the norm after the last layer.
+
+    Raises:
+        ValueError: the layer does not exist, or the feature is not one this encoder has.
+    """
+
+    config_class: type[PretrainedConfig]
+    model_class: type[PreTrainedModel]
+    image_processor_class: type[BaseImageProcessor]
+    select_features: tuple[str, ...] = ("patch",)
+    num_prefix_tokens = 0
+    layers_at = "encoder.layers"
+    patch_embedding_at = "embeddings.patch_embedding"
+    final_norm_at = "post_layernorm"
+
+    def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
+        super().__init__()
+        if select_feature not in self.select_features:
+            raise ValueError(
+                f"--mm_vision_select_feature: a {config.model_type} tower offers {', '.join(self.select_features)}; "
+                f"found {select_feature!r}"
+            )
+        depth = config.num_hidden_layers
+        if not -depth - 1 <= select_layer <= depth:
+            raise ValueError(
+                f"--mm_vision_select_layer {select_layer}: the tower has {depth} layers, so expected "
+                f"{-depth - 1} to {depth}"
+            )
+        self.select_feature = select_feature
+        self.num_layers_used = select_layer if select_layer >= 0 else depth + 1 + select_layer
+        self.config = self._architecture(config)
+        self.vision_tower = nn.ModuleDict({"vision_model": self.model_class(self.config)})
+
+    def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The config of the part of the encoder that is kept: layers after the selected one are never built."""
+        fields = {k: v for k, v in config.to_dict().items() if k not in _STAGES}
+        return self.config_class.from_dict(fields | {"num_hidden_layers": self.num_layers_used})
+
+    @property
+    def vision_model(self) -> Any:  # of `model_class`, which nothing but the subclass knows
+        return self.vision_tower["vision_model"]
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The encoder's layers that run."""
+        return self.vision_model.get_submodule(self.layers_at)[: self.num_layers_used]
+
+    def patch_embedding(self) -> nn.Module:
+        """The convolution or linear layer that turns a patch of pixels into a token."""
+        return self.vision_model.get_submodule(self.patch_embedding_at)
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """The first layer's input [N, P, E] for `images` [N, 3, H, W]."""
+        return self.vision_model.embeddings(images)
+
+    def fit_image_processor(self, processor: Any) -> BaseImageProcessor:
+        """A processor stored with an encoder, set to this tower's image size if the kind has several."""
+        return processor
+
+    def default_image_processor(self) -> BaseImageProcessor:
+        """The image processor of this kind at this tower's image size."""
+        raise NotImplementedError
+
+    def load_pretrained(self, name_or_path: str, dtype: torch.dtype | None = None) -> None:
+        """Replaces the encoder by a pretrained one (local folder or hub id), by default in the current encoder's dtype.
+
+        Raises:
+            ValueError: there is no readable model, or weights of the encoder are missing.
+        """
+        device = self.device
+        options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
+        try:
+            # The report would fill a screen with the layers and heads that the tower does not build.
+            with beside_another_model(), _without_loading_report():
+                loaded: Any = self.model_class.from_pretrained(name_or_path, **options)
+                model, info = loaded
+        except OSError as error:
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"vision tower {name_or_path} cannot be loaded ({first}); name a folder or hub id by --vision_tower in "
+                "training, by mm_vision_tower in the config.json of a folder that is to be loaded"
+            ) from error
+        if info["missing_keys"]:
+            raise ValueError(f"--vision_tower {name_or_path}: lacks {', '.join(sorted(info['missing_keys']))}")
+        # ZeRO-3 has placed it on each rank's GPU, where its buffers must stay; otherwise it replaces the old one there.
+        stays = is_partitioned(model) or device.type == "meta"
+        self.vision_tower["vision_model"] = model if stays else model.to(device)
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Parameters that never get a gradient.
+
+        These belong to the layers after the selected one, to the final norm, and to the token for masked patches, if
+        the encoder was trained with one.
+        """
+        built, norm = map(self.vision_model.get_submodule, (self.layers_at, self.final_norm_at))
+        modules = [*built[self.num_layers_used :], norm]
+        mask = getattr(self.vision_model.embeddings, "mask_token", None)
+        return [p for module in modules for p in module.parameters()] + ([] if mask is None else [mask])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
+        hidden_states = self.embed(images.to(device=self.device, dtype=self.dtype))  # [N, P, E]
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **_without_mask(type(layer)))
+        patches = hidden_states[:, self.num_prefix_tokens :]  # [N, patches, E]
+        if self.select_feature == "patch":
+            return patches
+        return torch.cat([hidden_states[:, :1], patches], dim=1)  # [N, 1 + patches, E]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.vision_model.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.vision_model.parameters()).device
+
+    @property
+    def hidden_size(self) -> int:
+        """E, the vision hidden size."""
+        return self.config.hidden_size
+
+    @property
+    def image_size(self) -> int:
+        """Pixels along a side of the square that the tower takes."""
+        return self.config.image_size
+
+    @property
+    def num_patches_per_side(self) -> int:
+        return self.image_size // self.config.patch_size
+
+    @property
+    def num_inner_tokens(self) -> int:
+        """P, the tokens inside the encoder."""
+        return self.num_patches_per_side**2 + self.num_prefix_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """V, the features of one image, from which the projector makes visual tokens."""
+        return self.num_patches_per_side**2 + (self.select_feature == "cls_patch")
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the MLP is gated: it multiplies two projections of its input with each other."""
+        return getattr(self.config, "use_swiglu_ffn", False)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the hidden layer of an MLP, in elements per token."""
+        return [part for part in self.layers[0].mlp.modules() if isinstance(part, nn.Linear)][-1].in_features
 
 
 class SiglipVisionTower(VisionTower):
@@ -80,181 +254,66 @@ class Siglip2VisionTower(SiglipVisionTower):
             resample=processor.resample,
         )
 
-    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
         embeddings, side = self.vision_model.embeddings, self.config.patch_size
         patches = images.unfold(2, side, side).unfold(3, side, side)  # [N, 3, rows, columns, side, side]
-        patches = patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
-        return embeddings.patch_embedding(patches) + embeddings.position_embedding.weight, {}
+        patches = patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)  # [N, P, side * side * 3]
+        return embeddings.patch_embedding(patches) + embeddings.position_embedding.weight  # [N, P, E]
 
     @property
     def image_size(self) -> int:
         return math.isqrt(self.config.num_patches) * self.config.patch_size
 
 
-class CLIPVisionTower(VisionTower):
+class _ClassTokenTower(VisionTower):
+    """An encoder with a class token, whose processor resizes the shorter side and cuts a square from the middle."""
+
+    select_features = ("patch", "cls_patch")
+    num_prefix_tokens = 1
+
+    def _cropping(self, processor: Any) -> Any:
+        """`processor` at this tower's image size."""
+        processor.size = SizeDict(shortest_edge=self.image_size)
+        processor.crop_size = SizeDict(height=self.image_size, width=self.image_size)
+        return processor
+
+
+class CLIPVisionTower(_ClassTokenTower):
     """CLIP as LLaVA uses it: the checkpoint keeps the full encoder, of which only the selected layers run."""
 
     config_class = CLIPVisionConfig
     model_class = CLIPVisionModel
     image_processor_class = CLIPImageProcessorPil
-    select_features = ("patch", "cls_patch")
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
         return config
 
-    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images)), {}
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images))
 
     def default_image_processor(self) -> CLIPImageProcessorPil:
-        return _cropping_to(self.image_size, CLIPImageProcessorPil())
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return 1
+        return self._cropping(CLIPImageProcessorPil())
 
 
-class Dinov2VisionTower(VisionTower):
+class Dinov2VisionTower(_ClassTokenTower):
     """DINOv2 at the resolution of its position embeddings, which its own image processor does not use (224)."""
 
     config_class = Dinov2Config
     model_class = Dinov2Model
     image_processor_class = BitImageProcessorPil
-    select_features = ("patch", "cls_patch")
-
-    def encoder_layers(self) -> nn.ModuleList:
-        return self.vision_model.encoder.layer
-
-    def patch_embedding(self) -> nn.Module:
-        return self.vision_model.embeddings.patch_embeddings.projection
-
-    def final_norm(self) -> nn.Module:
-        return self.vision_model.layernorm
+    layers_at = "encoder.layer"
+    patch_embedding_at = "embeddings.patch_embeddings.projection"
+    final_norm_at = "layernorm"
 
     def fit_image_processor(self, processor: Any) -> Any:
-        return _cropping_to(self.image_size, processor)
+        return self._cropping(processor)
 
     def default_image_processor(self) -> BitImageProcessorPil:
-        return self.fit_image_processor(
-            BitImageProcessorPil(image_mean=IMAGENET_DEFAULT_MEAN, image_std=IMAGENET_DEFAULT_STD)
-        )
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return 1
-
-    @property
-    def gated_mlp(self) -> bool:
-        return self.config.use_swiglu_ffn
-
-    @property
-    def mlp_width(self) -> int:
-        mlp: Any = self.encoder_layers()[0].mlp
-        # transformers 5.17 calls the gated one's `weights_out`.
-        last = getattr(mlp, "down_proj", None) or getattr(mlp, "weights_out", None)
-        return (last if last is not None else mlp.fc2).in_features
-
-
-class Dinov2WithRegistersVisionTower(Dinov2VisionTower):
-    """DINOv2 with registers, which absorb what otherwise gives some patches outlying norms."""
-
-    config_class = Dinov2WithRegistersConfig
-    model_class = Dinov2WithRegistersModel
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return 1 + self.config.num_register_tokens
-
-
-class DINOv3VisionTower(VisionTower):
-    """DINOv3 ViT: rotary positions, class token and registers."""
-
-    config_class = DINOv3ViTConfig
-    model_class = DINOv3ViTModel
-    # Its own processor needs torchvision. PIL's resizes the 8-bit levels before they are scaled, and so rounds them.
-    image_processor_class = ViTImageProcessorPil
-    select_features = ("patch", "cls_patch")
-
-    def encoder_layers(self) -> nn.ModuleList:
-        return self.vision_model.model.layer
-
-    def patch_embedding(self) -> nn.Module:
-        return self.vision_model.embeddings.patch_embeddings
-
-    def final_norm(self) -> nn.Module:
-        return self.vision_model.norm
-
-    @property
-    def gated_mlp(self) -> bool:
-        return self.config.use_gated_mlp
-
-    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        positions = self.vision_model.rope_embeddings(images)
-        return self.vision_model.embeddings(images), {"position_embeddings": positions}
-
-    def train(self, mode: bool = True) -> "DINOv3VisionTower":
-        super().train(mode)
-        # In training mode positions are jittered at random, as in DINOv3's own training. That would happen in a frozen
-        # tower too, and recomputed activations would differ from those of the forward pass.
-        self.vision_model.rope_embeddings.eval()
-        return self
-
-    def fit_image_processor(self, processor: Any) -> Any:
-        processor.size = {"height": self.image_size, "width": self.image_size}
-        return processor
-
-    def default_image_processor(self) -> ViTImageProcessorPil:
-        return self.fit_image_processor(
-            ViTImageProcessorPil(
-                image_mean=IMAGENET_DEFAULT_MEAN,
-                image_std=IMAGENET_DEFAULT_STD,
-                resample=PILImageResampling.BILINEAR,
-            )
-        )
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return 1 + self.config.num_register_tokens
-
-
-class Aimv2VisionTower(VisionTower):
-    """AIMv2: patches alone, RMSNorm, gated MLP; the pooling head is never built."""
-
-    config_class = Aimv2VisionConfig
-    model_class = Aimv2VisionModel
-    image_processor_class = CLIPImageProcessorPil
-
-    def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
-        architecture = super()._architecture(config)
-        architecture.use_head = False
-        return architecture
-
-    @property
-    def gated_mlp(self) -> bool:
-        return True
-
-    def patch_embedding(self) -> nn.Module:
-        return self.vision_model.embeddings.patch_embed
-
-    def final_norm(self) -> nn.Module:
-        return self.vision_model.rms_norm
-
-    def fit_image_processor(self, processor: Any) -> Any:
-        return _cropping_to(self.image_size, processor)
-
-    def default_image_processor(self) -> CLIPImageProcessorPil:
-        return self.fit_image_processor(CLIPImageProcessorPil())
+        return self._cropping(BitImageProcessorPil(image_mean=IMAGENET_DEFAULT_MEAN, image_std=IMAGENET_DEFAULT_STD))
 
 
 TOWERS: dict[str, type[VisionTower]] = {
     tower.config_class.model_type: tower
-    for tower in (
-        SiglipVisionTower,
-        Siglip2VisionTower,
-        CLIPVisionTower,
-        Dinov2VisionTower,
-        Dinov2WithRegistersVisionTower,
-        DINOv3VisionTower,
-        Aimv2VisionTower,
-    )
+    for tower in (SiglipVisionTower, Siglip2VisionTower, CLIPVisionTower, Dinov2VisionTower)
 }
-"""The families' classes, by the `model_type` of the encoder's config."""
+"""The kinds of towers, by the `model_type` of the encoder's config."""
