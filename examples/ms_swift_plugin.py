@@ -2,17 +2,16 @@
 
   NORM=gwc_layernorm swift sft --external_plugins examples/ms_swift_plugin.py --model MODEL --dataset RECORDS.jsonl ...
 
-`INIT` is that of llava.attach.attach. `RETROFIT=1000` lets the norm enter over 1000 steps; add `--callbacks retrofit`.
-With LoRA, train and save the projector too: `--modules_to_save`, with the name of its module.
+`INIT` is that of llava.attach.attach. With LoRA, train and save the projector too: `--modules_to_save`, with the name
+of its module.
 """
 
 import functools
 import os
 
-from swift.callbacks import callbacks_map
 from swift.model.register import ModelLoader
 
-from llava.attach import Retrofit, attach
+from llava.attach import attach
 
 load = ModelLoader.get_model
 
@@ -20,8 +19,7 @@ load = ModelLoader.get_model
 @functools.wraps(load)
 def load_with_norm(*args, **kwargs):
     settings = os.environ.get("NORM", "gwc_layernorm"), os.environ.get("INIT", "text_norm")
-    return attach(load(*args, **kwargs), *settings, retrofit=int(os.environ.get("RETROFIT", "0")))
+    return attach(load(*args, **kwargs), *settings)
 
 
 ModelLoader.get_model = load_with_norm  # a reference model gets the norm too
-callbacks_map["retrofit"] = lambda args, trainer: Retrofit()

@@ -2,8 +2,8 @@
 
   NORM=gwc_layernorm python examples/train_llamafactory.py settings.yaml
 
-`settings.yaml` is LLaMA-Factory's own. `INIT` is that of llava.attach.attach. `RETROFIT=1000` lets the norm enter over
-1000 steps. With LoRA, train and save the projector too: `additional_target: ` and the name of its module.
+`settings.yaml` is LLaMA-Factory's own. `INIT` is that of llava.attach.attach. With LoRA, train and save the
+projector too: `additional_target: ` and the name of its module.
 """
 
 import os
@@ -12,9 +12,7 @@ from llamafactory.model import loader
 from llamafactory.train.tuner import run_exp
 from transformers import AutoModelForImageTextToText
 
-from llava.attach import Retrofit, attach
-
-RETROFIT = int(os.environ.get("RETROFIT", "0"))
+from llava.attach import attach
 
 
 class WithNorm(AutoModelForImageTextToText):
@@ -24,10 +22,10 @@ class WithNorm(AutoModelForImageTextToText):
     def from_pretrained(cls, *args, **kwargs):
         model = AutoModelForImageTextToText.from_pretrained(*args, **kwargs)
         settings = os.environ.get("NORM", "gwc_layernorm"), os.environ.get("INIT", "text_norm")
-        return attach(model, *settings, retrofit=RETROFIT)
+        return attach(model, *settings)
 
 
 loader.AutoModelForImageTextToText = WithNorm
 
 if __name__ == "__main__":
-    run_exp(callbacks=[Retrofit()] if RETROFIT else None)
+    run_exp()

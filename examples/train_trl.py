@@ -17,7 +17,7 @@ import trl
 from datasets import Image, Sequence, load_dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, HfArgumentParser
 
-from llava.attach import Retrofit, attach
+from llava.attach import attach
 
 TRAINERS = {
     "sft": (trl.SFTConfig, trl.SFTTrainer),
@@ -35,7 +35,6 @@ class Arguments:
     method: str = field(default="sft", metadata={"choices": list(TRAINERS)})
     norm: str = field(default="gwc_layernorm", metadata={"help": "See llava.attach.attach."})
     init: str = field(default="text_norm", metadata={"help": "See llava.attach.attach."})
-    retrofit: int = field(default=0, metadata={"help": "Steps over which the norm enters; 0: at once."})
 
 
 def likeness(completions: list, answer: list[str], **_: object) -> list[float]:
@@ -49,8 +48,8 @@ def main() -> None:
     config_class, trainer_class = TRAINERS[method]
     arguments, config = HfArgumentParser((Arguments, config_class)).parse_args_into_dataclasses()
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype="auto")
-    attach(model, arguments.norm, arguments.init, retrofit=arguments.retrofit)
-    options = {"callbacks": [Retrofit()]} if arguments.retrofit else {}
+    attach(model, arguments.norm, arguments.init)
+    options = {}
     if method == "dpo":
         options["ref_model"] = copy.deepcopy(model)  # TRL would load one by its name, without the norm
     if method == "grpo":

@@ -1,4 +1,4 @@
-"""Trains a tiny LLaVA with an attached norm that enters by retrofit, on one process or on two CPU ranks.
+"""Trains a tiny LLaVA with an attached norm, on one process or on two CPU ranks.
 
     python attach_on_ranks.py zero3 MODEL OUTPUT      # on every rank: the Trainer of transformers under ZeRO-3
     python attach_on_ranks.py fsdp MODEL OUTPUT       # on every rank: PyTorch's FSDP and a loop
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from paths import ROOT
 from torch import nn
-from transformers import LlavaForConditionalGeneration, Trainer, TrainerState, TrainingArguments
+from transformers import LlavaForConditionalGeneration, Trainer, TrainingArguments
 from vision_language_models import IMAGE, ids_for, pixels
 
-from llava.attach import Retrofit, attach, load_attached
+from llava.attach import attach, load_attached
 
 STEPS, SAMPLES = 2, 4
 OPTIONS = {"max_steps": STEPS, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "report_to": "none"}
@@ -30,24 +30,22 @@ def record() -> dict[str, torch.Tensor]:
 
 
 def attached(folder: str) -> nn.Module:
-    return attach(LlavaForConditionalGeneration.from_pretrained(folder), retrofit=4)
+    return attach(LlavaForConditionalGeneration.from_pretrained(folder))
 
 
 def by_trainer(model: nn.Module, arguments: TrainingArguments) -> Trainer:
-    trainer = Trainer(model, arguments, train_dataset=[record()] * 16, callbacks=[Retrofit()])
+    trainer = Trainer(model, arguments, train_dataset=[record()] * 16)
     trainer.train()
     return trainer
 
 
 def by_loop(model: nn.Module) -> None:
     batch = {name: tensor[None] for name, tensor in record().items()}
-    optimizer, retrofit = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4), Retrofit()
-    retrofit.on_train_begin(None, TrainerState(), None, model=model.train())
+    optimizer = torch.optim.AdamW(model.train().parameters(), 1e-3, eps=1e-4)
     for _ in range(STEPS):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        retrofit.on_step_end(None, None, None, model=model)
 
 
 def alone(way: str, model: str, output: str) -> dict[str, torch.Tensor]:
@@ -91,7 +89,7 @@ def fsdp(model: str, output: str) -> None:
     inner = trained.model
     for part in (inner.multi_modal_projector, *inner.language_model.layers, trained):
         fully_shard(part, mesh=mesh)
-    assert isinstance(inner.multi_modal_projector.mm_norm.norm.weight, DTensor)
+    assert isinstance(inner.multi_modal_projector.mm_norm.weight, DTensor)
     by_loop(trained)
     state = get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if torch.distributed.get_rank() == 0:

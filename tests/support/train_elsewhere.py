@@ -48,7 +48,6 @@ def main() -> None:
         runpy.run_module(job["argv"][0], run_name="__main__", alter_sys=True)
     trained = trainers[-1].accelerator.unwrap_model(trainers[-1].model)
     loaded = load_attached(job["output"], dtype=trained.dtype)
-    steps = [int(tensor) for name, tensor in loaded.state_dict().items() if name.endswith("mm_norm.step")]
     pictures = [[Image.open(job["picture"])]] if job.get("nested") else [Image.open(job["picture"])]
     inputs = processor(images=pictures, text=[job["text"]], return_tensors="pt")
     start = loaded.config.to_dict()[RECORD]["mm_projector_norm_init_gain"]
@@ -58,7 +57,6 @@ def main() -> None:
         "states equal": states[0].keys() == states[1].keys()
         and all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()),
         "answers": [answer(model, inputs) for model in (trained, loaded)],
-        "blend": steps[0] if steps else None,
         "steps": trainers[-1].state.global_step,
         "llava": llava.__file__,
         "loss": [entry["loss"] for entry in trainers[-1].state.log_history if "loss" in entry],

@@ -12,18 +12,17 @@ import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
-from safetensors.torch import load_file
 from saved_models import SAVED, TENSORS
 from tiny_models import make
 from torch import nn
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from vision_language_models import IMAGE, batch_of, ids_for, mllama, qwen3_vl
 from vision_language_models import llava as llava_case
 
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Probe
 from llava.analysis.processors import library_inputs, load_processor
-from llava.attach import RECORD, Blend, Retrofit, attach, attachable, attached_norms, detach, load_attached
+from llava.attach import RECORD, attach, attachable, attached_norms, load_attached
 from llava.families import family_of, find_parts
 from llava.model.builder import load_language_model
 
@@ -134,28 +133,13 @@ def test_gradients_equal_float64_ones_with_the_projectors_divided_by_the_gain(fa
         assert error < 2e-3, name
 
 
-def test_at_blend_0_every_logit_is_bit_identical_and_at_the_end_normed(family):
-    model = fresh(family)
-    plain = logits(model, family)
-    attach(model, retrofit=4)
-    assert torch.equal(logits(model, family), plain)
-    callback = Retrofit()
-    for _ in range(5):
-        callback.on_step_end(None, None, None, model=model)
-    hard = attach(fresh(family))
-    assert torch.equal(logits(model, family), logits(hard, family))
-
-
 def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_path):
-    retrofit = 3 * (family.name == "llava")
-    model = attach(fresh(family), retrofit=retrofit)
+    model = attach(fresh(family))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for norm in attached_norms(model):
             for parameter in norm.parameters():
                 parameter += 0.1 * torch.rand(parameter.shape, generator=generator)
-    if retrofit:
-        Retrofit().on_step_end(None, None, None, model=model)
     model.save_pretrained(tmp_path)
     loaded = load_attached(str(tmp_path))
     assert type(loaded) is type(model) and loaded.config.to_dict()[RECORD] == model.config.to_dict()[RECORD]
@@ -168,16 +152,6 @@ def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_p
             load.from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load_attached(str(tmp_path / "again")), family), logits(model, family))
-
-
-def test_detached_it_is_as_before(family, tmp_path):
-    model = fresh(family)
-    plain, config, name = logits(model, family), model.config.to_dict(), model.name_or_path
-    detach(attach(model))
-    assert torch.equal(logits(model, family), plain)
-    assert model.config.to_dict() == config and model.name_or_path == name
-    model.save_pretrained(tmp_path)
-    assert type(model).from_pretrained(tmp_path).state_dict().keys() == family.model.state_dict().keys()
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +169,6 @@ def test_deepstacks_further_outputs_are_normed_each_or_not_at_all():
         norms = [rows.norm(dim=-1) for rows in (visual.pooler_output, *visual.deepstack_features)]
         aligned = [torch.allclose(values, torch.tensor(text_norm(model)), rtol=1e-5) for values in norms]
         assert aligned == [True, deepstack, deepstack]
-        detach(model)
-        assert model.state_dict().keys() == case.model.state_dict().keys()
 
 
 @pytest.mark.parametrize("norm", attachable())
@@ -208,41 +180,10 @@ def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, nor
 
 
 def test_the_norm_has_the_projectors_dtype_and_can_be_fixed(llava):
-    model = attach(copy.deepcopy(llava).bfloat16(), "layernorm", learnable=False, retrofit=1000)
-    blend = model.model.multi_modal_projector.mm_norm
-    assert {p.dtype for p in blend.parameters()} == {torch.bfloat16} and blend.step.dtype == torch.long
-    assert not any(p.requires_grad for p in blend.parameters())
-
-
-def test_a_blend_is_the_mean_of_token_and_normed_token_and_compensates_the_norms_share():
-    torch.manual_seed(0)
-    model = attach(saved_models.filled(SAVED["llava"].model()).eval().double(), retrofit=4, eps=1e-12)
-    projector = model.model.multi_modal_projector
-    blend = projector.mm_norm
-    blend.advance(3)
-    x = torch.randn(5, 32, dtype=torch.float64, requires_grad=True)
-    y = blend.train()(x)
-    normed = torch.nn.functional.layer_norm(x, (32,), blend.norm.weight, blend.norm.bias, 1e-12)
-    assert torch.allclose(y, 0.25 * x + 0.75 * normed, rtol=1e-12)
-    upstream = torch.randn_like(y)
-    start = Blend(blend.norm, 4)
-    start.advance(0)
-    assert torch.equal(start.train()(x), x)
-    assert torch.equal(torch.autograd.grad(start(x), x, upstream)[0], upstream)
-    (through_norm,) = torch.autograd.grad(normed, x, upstream, retain_graph=True)
-    (grad,) = torch.autograd.grad(y, x, upstream)
-    assert torch.allclose(grad, 0.25 * upstream + 0.75 * through_norm / blend.norm.weight.mean(), rtol=1e-6)
-
-
-def test_training_a_blend_that_nothing_moves_is_an_error(llava):
-    model = attach(copy.deepcopy(llava), retrofit=4).train()
-    features = torch.randn(2, 24)
-    with pytest.raises(RuntimeError, match=r"nothing moves the blend; pass callbacks=\[llava.attach.Retrofit\(\)\]"):
-        model.model.multi_modal_projector(features)
-    Retrofit().on_train_begin(None, TrainerState(), None, model=model)
-    model.model.multi_modal_projector(features)
-    with pytest.raises(ValueError, match="the model has no blend"):
-        Retrofit().on_train_begin(None, TrainerState(), None, model=copy.deepcopy(llava))
+    model = attach(copy.deepcopy(llava).bfloat16(), "layernorm", learnable=False)
+    norm = model.model.multi_modal_projector.mm_norm
+    assert {p.dtype for p in norm.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in norm.parameters())
 
 
 def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
@@ -257,11 +198,9 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     for norm in ("gwc_layernom", "none", "scale"):
         refused(model, f"norm: {names} '{norm}'", norm)
     refused(model, "--mm_projector_norm_init: expected 'text_norm'", init="texts")
-    for retrofit in (-1, True, 0.5):
-        refused(model, f"retrofit: expected a number of steps, or 0; found {retrofit}", retrofit=retrofit)
     refused(model, "deepstack=True, but it has no deepstack_merger_list", deepstack=True)
     refused(model, "projector= model.nothing: .* has no such module", projector="model.nothing")
-    refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already; detach it first")
+    refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already")
     refused(mllama().model, "mllama cannot have the norm: its LLM looks at the picture by cross-attention")
     refused(SAVED["molmo2"].model(), "adds a visual token to the embedding of its placeholder")
     refused(make(tiny), "this tree's own model, which is trained with a norm by --mm_projector_norm")
@@ -272,17 +211,11 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     own = type("Own", (type(model),), {})
     model.__class__ = own
     refused(model, "Own: expected a class of transformers")
-    with pytest.raises(ValueError, match="has no attached norm"):
-        detach(llava)
 
 
-def test_a_wrapped_model_is_not_detached_and_one_with_an_adapter_gets_no_norm(llava):
+def test_a_model_with_an_adapter_gets_no_norm(llava):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
-    base = attach(copy.deepcopy(llava))
-    for wrapped in (peft.get_peft_model(base, lora), base):
-        with pytest.raises(ValueError, match="wrapped, or its projector is; expected the model that attach returned"):
-            detach(wrapped)
     adapted = copy.deepcopy(llava)
     adapted.add_adapter(lora)
     with pytest.raises(ValueError, match="it has a PEFT adapter; attach before, and list the projector"):
@@ -338,59 +271,34 @@ def train(model, folder, resume=None) -> nn.Module:
     records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] * 4
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2}
     options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
-    trainer = Trainer(model, TrainingArguments(str(folder), **options), train_dataset=records, callbacks=[Retrofit()])
+    trainer = Trainer(model, TrainingArguments(str(folder), **options), train_dataset=records)
     trainer.train(resume_from_checkpoint=resume)
     return model
 
 
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted_blend_included(llava, tmp_path):
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(llava, tmp_path):
     """The Trainer reads a checkpoint by the model's own names; `save_pretrained` would write published ones."""
-    whole = train(attach(copy.deepcopy(llava), retrofit=6), tmp_path / "whole")
-    checkpoint = tmp_path / "whole/checkpoint-2"
-    assert int(attached_blend(load_attached(str(checkpoint))).step) == 2
-    resumed = train(attach(copy.deepcopy(llava), retrofit=6), tmp_path / "part", str(checkpoint))
-    assert int(attached_blend(resumed).step) == int(attached_blend(whole).step) == 4
+    whole = train(attach(copy.deepcopy(llava)), tmp_path / "whole")
+    resumed = train(attach(copy.deepcopy(llava)), tmp_path / "part", str(tmp_path / "whole/checkpoint-2"))
     state = whole.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in resumed.state_dict().items())
     assert not torch.equal(state["lm_head.weight"], llava.lm_head.weight)
 
 
-def attached_blend(model) -> Blend:
-    return model.model.multi_modal_projector.mm_norm
+def test_the_guard_is_a_field_that_the_config_does_not_set_again_when_it_is_loaded(llava, tmp_path, monkeypatch):
+    """As Step-3.7's and MiniMax-M3-VL's configs set the LLM's activation."""
+    text_class = type(llava.config.text_config)
+    init = text_class.__post_init__
 
+    def sets_again(config, **kwargs):
+        init(config, **kwargs)
+        config.hidden_act = "silu"
 
-def test_a_resumed_run_whose_blend_was_not_read_is_refused(llava):
-    model = attach(copy.deepcopy(llava), retrofit=6)
-    message = "the run resumes after step 3, but its blend is at step 2, so the checkpoint lacks it or was not read"
-    attached_blend(model).advance(2)
-    with pytest.raises(ValueError, match=message):
-        Retrofit().on_train_begin(None, TrainerState(global_step=3), None, model=model)
-    Retrofit().on_train_begin(None, TrainerState(global_step=2), None, model=model)
-
-
-def test_a_detached_model_is_saved_with_the_names_that_it_had(llava, tmp_path):
-    llava.save_pretrained(tmp_path / "published")
-    for number, model in enumerate((copy.deepcopy(llava), type(llava).from_pretrained(tmp_path / "published"))):
-        detach(attach(model)).save_pretrained(tmp_path / f"{number}")
-        names = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("published", f"{number}")]
-        assert names[0] == names[1]
-
-
-def test_with_lora_the_blend_is_moved_and_saved_and_the_reference_without_the_adapter_stays(llava, tmp_path):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
-    model = peft.get_peft_model(attach(copy.deepcopy(llava), retrofit=4), lora).eval()
-    case = SimpleNamespace(inputs=llava_case().inputs)
-    plain = logits(llava, case)
-    for _ in range(3):
-        Retrofit().on_step_end(None, None, None, model=model)
-    moved = logits(model, case)
-    assert not torch.allclose(moved, plain, atol=1e-3)
-    with model.disable_adapter():
-        assert torch.equal(logits(model, case), plain)
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(attach(copy.deepcopy(llava), retrofit=4), tmp_path).eval()
-    assert torch.allclose(logits(again, case), moved, atol=1e-5)
+    monkeypatch.setattr(text_class, "__post_init__", sets_again)
+    attach(copy.deepcopy(llava)).save_pretrained(tmp_path / "attached")
+    with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
+        type(llava).from_pretrained(tmp_path / "attached")
+    load_attached(str(tmp_path / "attached"))
 
 
 def test_a_second_copy_by_the_models_name_is_not_the_model_without_norm(llava, tmp_path):
