@@ -109,29 +109,22 @@ def process_prompt_images(
 
 
 def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
+    """The processor's values [3, H, W]."""
     if pad:
         image = _padded(image, image_processor)
     # The format is given, because the processor would take a picture of 1 or 3 rows for one with channels first.
-    options = {"return_tensors": "pt", "input_data_format": "channels_last"}
-    if type(image_processor) not in (SiglipImageProcessorPil, CLIPImageProcessorPil):
-        return image_processor.preprocess(image, **options)["pixel_values"][0]
-    return torch.from_numpy(_values(_levels(image, image_processor, options), image_processor))
+    return image_processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"][0]
 
 
 def _padded(image: Image.Image, image_processor: Any) -> Image.Image:
     """The picture padded to a square; a large square only as the processor's first step resizes it."""
     background = tuple(int(255 * mean) for mean in image_processor.image_mean)
-    if max(image.size) ** 2 <= _LARGEST_SQUARE:
+    resizes_first = type(image_processor) in (SiglipImageProcessorPil, CLIPImageProcessorPil)
+    if max(image.size) ** 2 <= _LARGEST_SQUARE or not (resizes_first and image_processor.do_resize):
         return expand2square(image, background)
     size = image_processor.size
-    known = type(image_processor) in (SiglipImageProcessorPil, CLIPImageProcessorPil) and image_processor.do_resize
-    width, height = size.width or size.shortest_edge, size.height or size.shortest_edge
-    if not (known and width and height):
-        raise ValueError(
-            f"a picture of {image.width:,} x {image.height:,} pixels, padded to a square, exceeds "
-            f"{_LARGEST_SQUARE:,} pixels; shrink it, or pass --image_aspect_ratio square"
-        )
-    return resized_square(image, background, (width, height), image_processor.resample)
+    sides = size["width"] or size["shortest_edge"], size["height"] or size["shortest_edge"]
+    return resized_square(image, background, sides, image_processor.resample)
 
 
 def resized_square(
@@ -151,40 +144,6 @@ def resized_square(
         rows.paste(image.crop((0, start, image.width, start + rows.height)), (left, 0))
         columns.paste(rows.resize((width, rows.height), resample), (0, top + start))
     return columns.resize(size, resample)
-
-
-def _levels(image: Image.Image, image_processor: Any, options: dict[str, str]) -> np.ndarray:
-    """The picture in its final size, uint8 [H, W, 3]: what the processor gives before it rescales and normalises."""
-    size = image_processor.size
-    if type(image_processor) is SiglipImageProcessorPil and image_processor.do_resize and size.height and size.width:
-        return np.asarray(image.resize((size.width, size.height), image_processor.resample))
-    levels = image_processor.preprocess(image, do_rescale=False, do_normalize=False, **options)["pixel_values"][0]
-    return levels.numpy().transpose(1, 2, 0)
-
-
-def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
-    """The processor's values [3, H, W] of uint8 [H, W, 3], by table: each depends only on one level and its band."""
-    table = _value_table(image_processor)
-    values = np.empty((3, *levels.shape[:2]), table.dtype)
-    for band in range(3):
-        np.take(table[band], levels[:, :, band], out=values[band], mode="clip")
-    return values
-
-
-_value_tables: dict[tuple[str, ...], np.ndarray] = {}
-
-
-def _value_table(image_processor: Any) -> np.ndarray:
-    """The values [3, 256] that the processor itself gives for every level; computed once for its settings."""
-    fields = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-    settings = tuple(str(getattr(image_processor, field)) for field in fields)
-    if settings not in _value_tables:
-        ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # [1, 256, 3]
-        geometry = {"do_resize": False, "do_center_crop": False, "do_pad": False}
-        known = {name: value for name, value in geometry.items() if hasattr(image_processor, name)}
-        batch = image_processor.preprocess(ramp, return_tensors="np", input_data_format="channels_last", **known)
-        _value_tables[settings] = batch["pixel_values"][0][:, 0]
-    return _value_tables[settings]
 
 
 def process_anyres_image(image: Image.Image, processor: BaseImageProcessor, grid_pinpoints: Pinpoints) -> torch.Tensor:
@@ -302,9 +261,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     except (OSError, ValueError):
         code = {}
     if "AutoConfig" in code and "AutoTokenizer" not in code:
-        kwargs.setdefault(
-            "config", PretrainedConfig()
-        )  # otherwise transformers wants trust_remote_code, which is not needed
+        kwargs.setdefault("config", PretrainedConfig())  # else transformers wants trust_remote_code, needlessly
     loaded = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **kwargs))
     tokenizer = _without_added(restore_merge_order(loaded))
     if _sentencepiece_file(tokenizer):
@@ -394,13 +351,7 @@ def follow_umask(folder: str | Path) -> None:
 
 
 def expanded_length(tokens: Count, images: Count, num_visual_tokens: Count | int) -> Count:
-    """Length of a sample once every placeholder has become its image's visual tokens; numbers, arrays or tensors.
-
-    Args:
-        tokens: tokens of the sample; each placeholder counts as one.
-        images: placeholders of the sample.
-        num_visual_tokens: V, the tokens that a placeholder becomes.
-    """
+    """Length of a sample of `tokens` once its placeholders, which count as one each, have become V visual tokens."""
     return tokens + images * (num_visual_tokens - 1)
 
 

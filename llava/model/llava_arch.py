@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -60,19 +60,6 @@ else:
     ConfigBase = ModelBase = object
 
 
-class VisionFlags(Protocol):
-    """The flags that `initialize_vision_modules` takes, besides those of `ProjectorNormArguments`."""
-
-    vision_tower: str | None
-    pretrain_mm_mlp_adapter: str | None
-    mm_vision_select_layer: int
-    mm_vision_select_feature: Literal["patch", "cls_patch"]
-    mm_projector_type: str
-    mm_projector_norm_learnable: bool
-    mm_patch_merge_type: str
-    mm_newline_init: Literal["default", "text_norm"]
-
-
 class LlavaMetaConfig(ConfigBase):
     """Mixin for the config: transformers 4, which LLaVA's own trees need, can also read what it writes."""
 
@@ -117,11 +104,12 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             width = self.config.hidden_size
             self.image_newline = nn.Parameter(torch.randn(width) / width**0.5)
 
-    def initialize_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None = None) -> None:
+    def initialize_vision_modules(self, model_args: Any, dtype: torch.dtype | None = None) -> None:
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
-            model_args: the flags, including the fields of `ProjectorNormArguments`.
+            model_args: the flags `vision_tower`, `pretrain_mm_mlp_adapter`, `mm_patch_merge_type`, `mm_newline_init`,
+                those of `PROJECTOR_FIELDS` and of `ProjectorNormArguments`.
             dtype: type of the tower's weights.
 
         Raises:
@@ -139,7 +127,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config, self.image_newline)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
 
-    def _choose_merge_type(self, model_args: VisionFlags) -> None:
+    def _choose_merge_type(self, model_args: Any) -> None:
         """Records the merge type; a newline that it needs and that no checkpoint brought starts as the flags say."""
         self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
         if self.image_newline is not None:
@@ -155,7 +143,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             norm = self.image_newline.norm().item()
         logger.info("new image_newline: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
-    def _add_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None) -> None:
+    def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
         config = self.config
         assert model_args.vision_tower is not None  # training refuses to start without one
         config.mm_vision_tower = from_anywhere(model_args.vision_tower)
@@ -176,7 +164,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         return getattr(self, "vision_tower", None)
 
 
-def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> None:
+def check_flags_against_config(model_args: Any, config: ConfigBase) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     settings = [(field, getattr(config, field, None), getattr(model_args, field)) for field in PROJECTOR_FIELDS]
     settings = [row for row in settings if row[1] != row[2]] + norm_differences(config, model_args)
@@ -272,9 +260,9 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         """Visual tokens [N, V, D] of `images` [N, 3, H, W]; the tower records no graph while it is frozen."""
         tower, projector = self.get_model().vision_tower, self.get_model().mm_projector
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())):
-            features = tower(images)
+            features = tower(images)  # [N, patches, E]
         weight = next(projector.parameters(), None)
-        return projector(features if weight is None else features.to(weight.dtype))
+        return projector(features if weight is None else features.to(weight.dtype))  # [N, V, D]
 
     def prepare_inputs_labels_for_multimodal(
         self,
@@ -292,22 +280,18 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
 
         Args:
             input_ids: [B, S] with IMAGE_TOKEN_INDEX placeholders.
-            images: a tensor [N, 3, H, W], a list of [3, H, W] or [1, 3, H, W] with one entry per image, or a list with
-                one entry [n, 3, H, W] (or list of n) per sample. Text-only samples may carry one unused image, as
-                upstream's collator sends it. With `image_aspect_ratio` anyres [n, 3, H, W] are one image's crops, see
-                `match_crops`.
+            images: a tensor [N, 3, H, W], a list of [3, H, W] or [1, 3, H, W] per image, or a list of [n, 3, H, W] (or
+                of lists) per sample; text-only samples may carry one unused image. With anyres see `match_crops`.
             image_sizes: width and height of each image; needed if an image has several crops.
-            modalities: accepted for upstream's callers; has no effect, except that a video is refused.
+            modalities: has no effect, except that a video is refused.
             padding_side: `left` or `right`; None takes `config.tokenizer_padding_side`.
 
         Returns:
-            (None, position_ids, attention_mask, past_key_values, inputs_embeds [B, S', D], labels [B, S']), where mask,
-            positions and labels are None if the caller passed None; unchanged inputs without a vision tower or when
-            decoding further tokens.
+            (None, position_ids, attention_mask, past_key_values, inputs_embeds [B, S', D], labels [B, S']), None where
+            the caller passed None; unchanged inputs without a vision tower or when decoding further tokens.
 
         Raises:
-            ValueError: images and placeholders do not match, or a prompt is longer than the model's context; the
-                message names the sample.
+            ValueError: images and placeholders do not match, or a prompt is longer than the context.
             NotImplementedError: `modalities` names a video.
         """
         refuse_video(modalities)
@@ -318,18 +302,17 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                     "images were given to a model without a vision tower (config.mm_vision_tower is unset)"
                 )
             answering = past_key_values is not None and past_key_values.get_seq_length() > 0
-            if tower is None and not answering and not self.cuts(labels):
+            if tower is None and not answering and (labels is None or not self.training):
                 check_fits(text_lengths(input_ids, attention_mask), self.config)
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
         side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
         layout, pixels = self.lay_out(input_ids, attention_mask, labels, images, image_sizes, side)
+        mask = layout.attention_mask
         return (
             None,
             None if position_ids is None else layout.position_ids,
-            None
-            if attention_mask is None or layout.attention_mask is None
-            else layout.attention_mask.to(attention_mask.dtype),
+            None if attention_mask is None or mask is None else mask.to(attention_mask.dtype),
             past_key_values,
             self.splice(layout, pixels),
             None if labels is None else layout.labels,
@@ -340,13 +323,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         tower = self.get_model().vision_tower
         return CropRules.of(self.config, *token_grid(self.config, tower), tower.image_size)
 
-    def cuts(self, labels: torch.Tensor | None) -> bool:
-        """Whether samples are cut to `config.tokenizer_model_max_length`: training cuts them, inference does not.
-
-        Harnesses compute likelihoods with labels in evaluation mode; a cut would take the labels away.
-        """
-        return self.training and labels is not None
-
     def lay_out(
         self,
         input_ids: torch.Tensor,
@@ -356,19 +332,13 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         image_sizes: Sizes = None,
         padding_side: str | None = None,
     ) -> tuple[Layout, torch.Tensor | None]:
-        """The layout of a batch [B, S], on the batch's device; waits for the device, since it reads the ids.
+        """The layout of a batch [B, S], and the crops of its pictures [K, 3, H, W]; waits for the device.
 
-        Args:
-            input_ids, attention_mask, labels, images, image_sizes: see `prepare_inputs_labels_for_multimodal`.
-            padding_side: `left` or `right`; None packs the samples into one row without padding.
-
-        Returns:
-            The layout, and the crops of its pictures [K, 3, H, W], or None without pictures.
-
-        Raises:
-            ValueError: see `prepare_inputs_labels_for_multimodal`.
+        Arguments are those of `prepare_inputs_labels_for_multimodal`, but `padding_side` None packs the samples into
+        one row without padding. Training cuts samples to `config.tokenizer_model_max_length`, inference does not.
         """
-        ids, cuts = input_ids.cpu(), self.cuts(labels)
+        # Harnesses compute likelihoods with labels in evaluation mode; a cut would take the labels away.
+        ids, cuts = input_ids.cpu(), self.training and labels is not None
         mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
         labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
         placeholders = ((ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
@@ -386,11 +356,9 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         return layout.to(input_ids.device), pixels
 
     def splice(self, layout: Layout, crops: torch.Tensor | None) -> torch.Tensor:
-        """The decoder's input [rows, D]; visual tokens that were cut off get a gradient of zero.
+        """The decoder's input [rows, D] of a layout and its pictures' crops [K, 3, H, W], None without pictures.
 
-        Args:
-            layout: where each row comes from.
-            crops: the crops of all pictures of the layout [K, 3, H, W], or None without pictures.
+        Visual tokens that were cut off get a gradient of zero.
 
         Raises:
             ValueError: there are more or fewer crops than the layout's pictures have.
@@ -403,11 +371,11 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         if not pictures and self.training and torch.is_grad_enabled():
             side, pictures = self.get_model().vision_tower.image_size, [Picture()]
             crops = torch.zeros(1, 3, side, side, device=layout.source.device)
-        text = self.get_model().embed_tokens(layout.text_ids)
+        text = self.get_model().embed_tokens(layout.text_ids)  # [text tokens, D]
         parts = [text.new_zeros(1, text.shape[-1]), text]
         if pictures and crops is not None:
-            newline = self.get_model().image_newline
-            parts.append(line_up(self.encode_images(crops), pictures, self.crop_rules(), newline).to(text.dtype))
+            visual, newline = self.encode_images(crops), self.get_model().image_newline  # [K, V, D], [D]
+            parts.append(line_up(visual, pictures, self.crop_rules(), newline).to(text.dtype))  # [visual tokens, D]
         return torch.cat(parts).index_select(0, layout.source.flatten()).view(*layout.source.shape, -1)
 
     def forward(
@@ -433,15 +401,19 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         With `labels` in training mode, or with `loss_only`, only supervised positions reach the LM head and `logits` is
         None (and with `padding_free` the samples form one row); otherwise logits [B, S', C] are returned.
         `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's layout,
-        which the collator makes; without one it is made here, which waits for the device. The cache may also come as
-        `cache`, its name in newer releases of the library.
+        which the collator makes; without one it is made here, which waits for the device.
 
         Raises:
-            TypeError: neither this function nor the decoder knows an argument.
+            TypeError: neither this function nor the decoder knows an argument, which the decoder would ignore.
         """
-        if (newer := kwargs.pop("cache", None)) is not None:
-            past_key_values = newer
-        self._refuse_unknown(kwargs)
+        newer = kwargs.pop("cache", None)  # its name in newer releases of the library
+        past_key_values = past_key_values if newer is None else newer
+        known = decoder_arguments(type(self.get_model()))
+        if unknown := [name for name, value in kwargs.items() if value is not None and name not in known]:
+            raise TypeError(
+                f"{type(self).__name__}.forward: unknown argument {', '.join(unknown)}; leave it out, or install a "
+                "release of transformers that docs/install.md names"
+            )
         training_loss = labels is not None and (self.training or loss_only)
         crops: Any = images  # with the collator's layout, these are the crops of its pictures
         if layout is None and inputs_embeds is None and training_loss and self.padding_free and input_ids is not None:
@@ -468,7 +440,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             **{CACHE: past_key_values},
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
+        hidden_states = outputs.last_hidden_state  # [1, T, D] or [B, S', D]
         loss = logits = None
         if labels is not None:
             if layout is None:
@@ -486,15 +458,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             attentions=outputs.attentions,
             **{CACHE: getattr(outputs, CACHE)},
         )
-
-    def _refuse_unknown(self, arguments: dict[str, Any]) -> None:
-        """Raises TypeError for arguments that the decoder would silently ignore."""
-        known = decoder_arguments(type(self.get_model()))
-        if unknown := [name for name, value in arguments.items() if value is not None and name not in known]:
-            raise TypeError(
-                f"{type(self).__name__}.forward: unknown argument {', '.join(unknown)}; leave it out, or install a "
-                "release of transformers that docs/install.md names"
-            )
 
     @torch.no_grad()
     # pyrefly: ignore[bad-override]  # the library's other arguments pass through

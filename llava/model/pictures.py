@@ -4,6 +4,7 @@ Shapes: N images, K crops of all images.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -11,6 +12,43 @@ from llava.anyres import Picture
 
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 Sizes = Sequence[tuple[int, int]] | torch.Tensor | None
+
+
+def refuse_video(modalities: Sequence[str] | str | None) -> None:
+    """Raises NotImplementedError if `modalities` names a video."""
+    if modalities is not None and "video" in ([modalities] if isinstance(modalities, str) else list(modalities)):
+        raise NotImplementedError("modalities has 'video': videos are not supported; pass pictures ('image')")
+
+
+def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
+    """The placeholders' images, in reading order [N, 3, H, W]; None without placeholders.
+
+    Args:
+        images: see `prepare_inputs_labels_for_multimodal`.
+        placeholders: number of placeholders of each sample.
+
+    Raises:
+        ValueError: too few or too many images; the message names the sample.
+    """
+    if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
+        return images
+    entries = [] if images is None else list(images)
+    groups = [[x] if isinstance(x, torch.Tensor) and x.ndim == 3 else list(x) for x in entries]
+    if all(len(group) == 1 for group in groups):  # an entry per image
+        matched = _without_unused([group[0] for group in groups], placeholders)
+        if len(matched) == sum(placeholders):
+            return torch.stack(matched) if matched else None
+    if all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in entries):
+        raise ValueError(_wrong_number(placeholders, len(entries)))
+    if len(groups) > len(placeholders):
+        raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
+    groups += [[] for _ in range(len(placeholders) - len(groups))]
+    matched = []
+    for index, (group, expected) in enumerate(zip(groups, placeholders, strict=True)):  # an entry per sample
+        if len(group) != expected and not (expected == 0 and len(group) == 1):
+            raise ValueError(f"sample {index} of the batch has {expected} image placeholders but {len(group)} images")
+        matched += group[:expected]
+    return torch.stack(matched) if matched else None
 
 
 def match_crops(
@@ -41,78 +79,25 @@ def match_crops(
 def _of_each_image(images: torch.Tensor | Sequence) -> Iterator[torch.Tensor]:
     """The crops [n, 3, H, W] of every image."""
     for entry in images:
-        if not isinstance(entry, torch.Tensor):
-            yield from _of_each_image(entry)
-        else:
+        if isinstance(entry, torch.Tensor):
             yield entry[None] if entry.ndim == 3 else entry
+        else:
+            yield from _of_each_image(entry)
 
 
 def _without_unused(entries: list, placeholders: list[int]) -> list:
     """`entries`, one per image, without the unused ones of text-only samples, if there are any."""
     used = [count > 0 for count in placeholders for _ in range(max(count, 1))]
-    return (
-        [entry for entry, is_used in zip(entries, used, strict=True) if is_used]
-        if len(entries) == len(used)
-        else entries
-    )
-
-
-def refuse_video(modalities: Sequence[str] | str | None) -> None:
-    """Raises NotImplementedError if `modalities` names a video."""
-    if modalities is not None and "video" in ([modalities] if isinstance(modalities, str) else list(modalities)):
-        raise NotImplementedError("modalities has 'video': videos are not supported; pass pictures ('image')")
-
-
-def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
-    """The placeholders' images, in reading order [N, 3, H, W]; None without placeholders.
-
-    Args:
-        images: see `prepare_inputs_labels_for_multimodal`.
-        placeholders: number of placeholders of each sample.
-
-    Raises:
-        ValueError: too few or too many images; the message names the sample.
-    """
-    if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
-        return images
-    groups = [_one_or_more(x) for x in ([] if images is None else images)]
-    of_each = [max(n, 1) for n in placeholders]  # a text-only sample's unused image is among them
-    flat = [image for group in groups for image in group] if all(len(group) == 1 for group in groups) else None
-    if flat is not None and len(flat) == sum(placeholders):
-        return torch.stack(flat) if flat else None
-    if flat is not None and len(flat) == sum(of_each):
-        remaining = iter(flat)
-        groups = [[next(remaining) for _ in range(n)] for n in of_each]
-    elif images is None or all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in images):
-        raise ValueError(_wrong_number(placeholders, len(groups)))
-    elif len(groups) > len(placeholders):
-        raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
-    groups += [[] for _ in range(len(placeholders) - len(groups))]
-    matched = []
-    for index, (group, expected) in enumerate(zip(groups, placeholders, strict=True)):
-        if len(group) != expected and not (expected == 0 and len(group) == 1):
-            raise ValueError(f"sample {index} of the batch has {expected} image placeholders but {len(group)} images")
-        matched += group[:expected]
-    return torch.stack(matched) if matched else None
-
-
-def _one_or_more(images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The images [3, H, W] of one entry: an image, several in a tensor, or a list of them."""
-    return [images] if isinstance(images, torch.Tensor) and images.ndim == 3 else list(images)
+    return entries if len(entries) != len(used) else [entry for entry, use in zip(entries, used, strict=True) if use]
 
 
 def _wrong_number(placeholders: list[int], num_images: int) -> str:
-    return (
-        f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {num_images} images"
-        + _first_sample_short_of_images(placeholders, num_images)
-    )
-
-
-def _first_sample_short_of_images(placeholders: list[int], num_images: int) -> str:
-    seen = 0
-    for index, count in enumerate(placeholders):
-        seen += count
-        if seen > num_images:
-            return f"; sample {index} is the first without enough images"
-    last = max((i for i, n in enumerate(placeholders) if n), default=0)
-    return f"; {num_images - seen} are left over after sample {last}, the last with a placeholder"
+    ends, total = list(accumulate(placeholders)), sum(placeholders)
+    if num_images < total:
+        detail = (
+            f"sample {next(i for i, end in enumerate(ends) if end > num_images)} is the first without enough images"
+        )
+    else:
+        last = max((i for i, count in enumerate(placeholders) if count), default=0)
+        detail = f"{num_images - total} are left over after sample {last}, the last with a placeholder"
+    return f"the batch has {total} image placeholders ({placeholders} per sample) but {num_images} images; {detail}"

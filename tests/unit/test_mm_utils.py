@@ -96,13 +96,6 @@ def test_a_large_square_is_never_in_memory_and_pixels_are_the_same(monkeypatch, 
     assert max(width * height for width, height in made) <= 32 * max(size)
 
 
-def test_a_processor_of_another_kind_refuses_a_large_square_by_its_size(monkeypatch):
-    monkeypatch.setattr(mm_utils, "_LARGEST_SQUARE", 100)
-    processor = SimpleNamespace(image_mean=[0.5] * 3, size=SimpleNamespace(width=None, height=None, shortest_edge=32))
-    with pytest.raises(ValueError, match="a picture of 40 x 80 pixels, padded to a square, exceeds 100 pixels"):
-        process_images([picture("rgb_40x80")], processor, config("pad"))
-
-
 def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():
     exif = Image.Exif()
     exif[274] = 8
