@@ -31,7 +31,6 @@ IMPORTS = {
     "expand2square process_anyres_image load_image_from_base64",
     "llava.model": "LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM",
     "llava.model.builder": "load_pretrained_model",
-    "llava.model.utils": "auto_upgrade",
     "llava.utils": "build_logger disable_torch_init moderation_msg pretty_print_semaphore rank0_print rank_print "
     "server_error_msg violates_moderation",
 }

@@ -5,7 +5,6 @@ LLaVA comes from PyPI. LLaVA-NeXT is not there: `LLAVA_NEXT=FOLDER` names a clon
 
 import ast
 import base64
-import contextlib
 import importlib
 import importlib.util
 import io
@@ -26,7 +25,6 @@ from upstream_package import run_program, unpacked_package
 from llava import utils
 from llava.eval import answer, m4c_evaluator
 from llava.mm_utils import load_image_from_base64
-from llava.model.utils import auto_upgrade
 
 ASK, LETTER = QUESTIONS[0] + POPE_SUFFIX, "Answer with the option's letter from the given choices directly."
 
@@ -252,30 +250,6 @@ def test_a_picture_in_base64_is_opened():
     Image.new("RGB", (2, 1), COLOURS["red"]).save(file, "PNG")
     opened = load_image_from_base64(base64.b64encode(file.getvalue()).decode())
     assert opened.size == (2, 1) and opened.getpixel((0, 0)) == COLOURS["red"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "typed", "after"),
-    [
-        ("llava-v0", "llama", "y", "llava_llama"),
-        ("llava-v0", "llama", "n", "llama"),
-        ("llava-v1", "llava_llama", None, "llava_llama"),
-        ("vicuna", "llama", None, "llama"),
-        ("llava-v0", "bert", None, "bert"),
-    ],
-)
-def test_a_checkpoint_of_the_first_version_is_upgraded_if_its_user_agrees(
-    tmp_path_factory, monkeypatch, name, kind, typed, after
-):
-    folder = tmp_path_factory.mktemp("x") / name
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 8}))
-    monkeypatch.setattr("builtins.input", lambda _: typed or pytest.fail("nothing is to be asked"))
-    refused = {"bert": ValueError}.get(kind) or (SystemExit if typed == "n" else None)
-    with pytest.raises(refused) if refused else contextlib.nullcontext():
-        auto_upgrade(str(folder))
-    config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == after and config["hidden_size"] == 8
 
 
 def test_a_logger_writes_its_file_once_and_leaves_the_terminal_alone(tmp_path, monkeypatch):
