@@ -15,20 +15,20 @@ MARKER = "<!-- what follows is written by: python docs/references.py -->\n"
 
 
 def flags() -> str:
-    """The trainer's flags in tables, one for each group, from the parser that reads them."""
-    from llava.train.flags import FlagParser
+    """This tree's own flags of the trainer in a table for each dataclass, from the parser that reads them."""
+    from llava.train.arguments import DataArguments, FlagParser, ModelArguments, TrainingArguments
 
+    actions = {action.dest: action for action in reversed(FlagParser()._actions)}  # --x, not --no_x
     lines = []
-    for group in FlagParser()._action_groups:
-        shown = [
-            action for action in group._group_actions if action.help != argparse.SUPPRESS and action.dest != "help"
-        ]
-        if not shown:
-            continue
-        title = group.title[0].upper() + group.title[1:]
+    for owner in (ModelArguments, DataArguments, TrainingArguments):
+        title = owner.__name__.removesuffix("Arguments")
         lines += ["", f"## {title}", "", "| flag | values | default | meaning |", "|---|---|---|---|"]
-        for action in shown:
-            values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
+        own = [cls for cls in owner.__mro__ if cls.__module__.startswith("llava.")]
+        for action in [actions[name] for cls in own for name in cls.__annotations__]:
+            kind = {int: "N", float: "X", str: "TEXT"}.get(
+                action.type, "True|False" if action.const is True else "VALUE"
+            )
+            values = ", ".join(map(str, action.choices)) if action.choices else kind
             default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
             meaning = cell(action.help.replace("%%", "%"))
             lines.append(f"| {name_cell(action.option_strings[0])} | {cell(values)} | {default} | {meaning} |")

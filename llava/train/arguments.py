@@ -1,9 +1,11 @@
-"""LLaVA's three argument dataclasses, whose fields are the flags of `llava/train/train.py`.
+"""The trainer's flags: the fields of LLaVA's three dataclasses, read by `HfArgumentParser`.
 
-Names and meanings are LLaVA's where LLaVA has the flag. The fields stand in `llava.train.sections`, those of the norm
-with the norm; here is what depends on several flags, and what holds for the Hugging Face Trainer's own.
+Names and meanings are LLaVA's where LLaVA has the flag; the norm's flags stand with the norm, the Hugging Face
+Trainer's own in `transformers.TrainingArguments`. `WITHOUT_EFFECT` and `CHANGEABLE` say what each means for a run that
+is continued.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -11,84 +13,135 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+from transformers import HfArgumentParser
 
 from llava.anyres import check_grids_given, check_modes
+from llava.constants import LossHead
 from llava.model.multimodal_projector.builder import find_projector
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
-from llava.train.sections import (
-    FLAGS,
-    ROUNDING,
-    DataFlags,
-    HeldOutFlags,
-    LoggingFlags,
-    LoraFlags,
-    ModelFlags,
-    OptimisationFlags,
-    SavingFlags,
-    SpeedFlags,
-)
+from llava.utils import plugins
+from llava.utils.commands import Parser, program_name
 from llava.utils.paths import shipped
 
-# What `llava.train.sections` says of each flag of this tree, for the Hugging Face Trainer's own; a name ending in *
-# means all that begin with it.
-_WITHOUT_EFFECT_ON_NUMBERS = (
-    "logging_* log_* save_* eval_* hub_* push_to_hub trackio_* ddp_timeout ddp_backend ddp_bucket_cap_mb "
-    "ddp_broadcast_buffers ddp_find_unused_parameters dataloader_pin_memory dataloader_persistent_workers "
+WITHOUT_EFFECT = (
+    # This tree's; of the data the records' digest decides, not their path.
+    "plugin data_path image_folder eval_data_path eval_image_folder on_bad_record data_cache_dir "
+    "lazy_preprocess is_multimodal max_nonfinite_steps activation_checkpointing "
+    "activation_checkpointing_kwargs gradient_checkpointing hang_timeout cache_dir trial_save overwrite_output_dir "
+    "resume_allow_changes telemetry_steps peak_tflops profile_steps evaluation_strategy "
+    # The library's.
+    "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
+    "hub_* push_to_hub trackio_* ddp_timeout ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
+    "ddp_find_unused_parameters dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order run_name local_rank project "
     "report_to deepspeed_plugin disable_tqdm gradient_checkpointing_kwargs do_train do_eval do_predict "
     "skip_memory_metrics include_num_input_tokens_seen use_cache batch_eval_metrics torch_empty_cache_steps "
     "enable_jit_checkpoint restore_callback_states_from_checkpoint debug use_cpu"
 )
-_CHANGEABLE = {
-    "per_device_train_batch_size": "the position in the data is kept by samples",
-    "gradient_accumulation_steps": "the position in the data is kept by samples",
-    "max_steps": "the schedule's length changes from here on",
-    "num_train_epochs": "the schedule's length changes from here on",
-    "ignore_data_skip": "the samples of the current epoch are seen again, so that the weights differ",
-    "max_grad_norm": "applies from here on",
-    "tf32": ROUNDING,
-}
+"""Flags that cannot change the numbers of a run, so that a continuation may have other values; * ends a prefix."""
 
+CHANGEABLE = (
+    # Rounding alone.
+    "attn_implementation loss_head use_liger_kernel padding_free max_tokens_per_micro_batch compile_layers tf32 "
+    # A moved folder; the checkpoint's own projector is loaded over the adapter.
+    "model_name_or_path vision_tower pretrain_mm_mlp_adapter "
+    # The position in the data is kept by samples.
+    "per_device_train_batch_size gradient_accumulation_steps "
+    # They apply from here on.
+    "max_steps num_train_epochs ignore_data_skip max_grad_norm"
+)
+"""Flags that decide numbers, in which a continuation may differ all the same if the user accepts it."""
 
-def decides_numbers(name: str) -> bool:
-    """Whether a flag of the trainer, this tree's or the library's, can change the numbers of a run."""
-    if name in FLAGS:
-        return FLAGS[name].metadata["facts"]["identity"]
-    return not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_EFFECT_ON_NUMBERS.split())
-
-
-def changeable_flags() -> dict[str, str]:
-    """The flags in which a continuation may differ, each with the reason why."""
-    facts = {name: field.metadata["facts"]["changeable"] for name, field in FLAGS.items()}
-    return {name: reason for name, reason in (facts | _CHANGEABLE).items() if reason}
-
+REFUSED = (
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object prediction_loss_only include_for_metrics "
+    "batch_eval_metrics bf16_full_eval fp16_full_eval do_predict do_eval label_names push_to_hub hub_token "
+    "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision torch_compile torch_compile_backend "
+    "torch_compile_mode fsdp fsdp_config parallelism_config auto_find_batch_size length_column_name "
+    "label_smoothing_factor liger_kernel_config enable_jit_checkpoint use_cache neftune_noise_alpha accelerator_config "
+    "dataloader_in_order dataloader_multiprocessing_context"
+)
+"""The library's flags that this trainer does not take."""
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], "TrainingArguments"], torch.optim.Optimizer]] = {}
 """Optimizers besides the library's, by `--optim`: plug-ins add them."""
 
 
-class Frozen:
-    """Takes no other value after `freeze`: from then on a flag is what the command line said."""
+def decides_numbers(name: str) -> bool:
+    """Whether a flag of the trainer, this tree's or the library's, can change the numbers of a run."""
+    return not any(fnmatchcase(name, pattern) for pattern in WITHOUT_EFFECT.split())
 
-    _frozen = False
 
-    def freeze(self) -> None:
-        """Called once the command line is parsed."""
-        self._frozen = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._frozen:
-            raise dataclasses.FrozenInstanceError(f"--{name} is parsed; make a copy by dataclasses.replace")
-        super().__setattr__(name, value)
+def flag(default: Any, help: str = "", **parsing: Any) -> Any:
+    """The field of a flag; `parsing` are further arguments of `ArgumentParser.add_argument`."""
+    return dataclasses.field(default=default, metadata={"help": help} | parsing)
 
 
 @dataclass
-class ModelArguments(Frozen, ModelFlags, ProjectorNormArguments):
+class ModelArguments(ProjectorNormArguments):
     """What is trained: language model, vision tower, projector, norm."""
+
+    model_name_or_path: str = dataclasses.field(
+        kw_only=True,
+        metadata={
+            "help": "Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id."
+        },
+    )
+    plugin: list[str] = dataclasses.field(
+        default_factory=list,
+        metadata={
+            "help": "Python files that register your own norm, projector, tower, decoder or optimizer "
+            "(docs/models.md), joined by commas; they are executed before the other flags are parsed. May be "
+            "given several times.",
+            "action": "extend",
+        },
+    )
+    version: str = flag(
+        "v1", "Conversation template, a key of llava.conversation.conv_templates (plain, v1, qwen_1_5, ...)."
+    )
+    attn_implementation: str | None = flag(
+        None, "Attention of the language model: sdpa, eager, flash_attention_2, ... (default: the fastest)"
+    )
+    freeze_backbone: bool = flag(False, "Freeze the language model.")
+    tune_mm_mlp_adapter: bool = flag(False, "Train only the projector and its norm (stage 1).")
+    freeze_mm_mlp_adapter: bool = flag(False, "Freeze the projector and its norm.")
+    unfreeze_mm_vision_tower: bool = flag(False, "Train the vision tower too.")
+    mm_tunable_parts: str | None = flag(
+        None,
+        "Exactly what is trained, comma-separated: mm_vision_tower, mm_mlp_adapter, mm_language_model. Replaces the "
+        "four flags above.",
+    )
+    vision_tower: str | None = flag(None, "Vision encoder (kinds: docs/models.md): local folder or hub id.")
+    mm_vision_select_layer: int = flag(
+        -2, "Hidden state of the tower that becomes visual tokens; -2 is the last layer's input."
+    )
+    mm_vision_select_feature: Literal["patch", "cls_patch"] = flag(
+        "patch", "Visual tokens: the patches, or the patches and the tower's class token, if it has one."
+    )
+    pretrain_mm_mlp_adapter: str | None = flag(
+        None, "mm_projector.bin of stage 1 (or its folder): projector and norm start from it."
+    )
+    mm_projector_type: str = flag(
+        "mlp2x_gelu",
+        "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity; pixel_shuffle_2x_mlp2x_gelu joins the channels of "
+        "2 x 2 patches to one token; pre_layernorm_mlp2x_gelu normalizes the tower's output first.",
+    )
+    mm_patch_merge_type: str = flag(
+        "flat",
+        "Layout of the visual tokens of an image's crops: flat (one crop after another), spatial (the whole image, "
+        "then the rows of the grid), spatial_unpad (the same without padding and with a learned image_newline at each "
+        "row's end).",
+    )
+    mm_newline_init: Literal["default", "text_norm"] = flag(
+        "default",
+        "Initial L2 norm of a new image_newline: default (LLaVA-NeXT's, near 1) or text_norm (mean norm of the text "
+        "embeddings, measured). The projector's norm does not touch it.",
+    )
+    mm_use_im_start_end: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
+    mm_use_im_patch_token: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +149,58 @@ class ModelArguments(Frozen, ModelFlags, ProjectorNormArguments):
 
 
 @dataclass
-class DataArguments(Frozen, DataFlags):
+class DataArguments:
     """What is read and how it becomes samples."""
+
+    data_path: str | None = flag(
+        None,
+        "Records in LLaVA's form or chat messages: a .json, .jsonl or .parquet file, several separated by commas, a "
+        "pattern, or a folder of either kind; or a .yaml that mixes such data sets (docs/data.md).",
+    )
+    image_folder: str | None = flag(
+        None,
+        "Folder or zip file that the records' image paths start from; not needed for Parquet rows that hold their "
+        "images. In a mixture it applies to data sets that name no folder.",
+    )
+    eval_data_path: str | None = flag(
+        None,
+        "Held-out records, in the forms that --data_path takes; needs --eval_strategy. Their loss is logged as "
+        "eval/loss, and by modality as eval/loss_text and eval/loss_image.",
+    )
+    eval_image_folder: str | None = flag(
+        None, "Where the held-out records' image paths start from; default --image_folder."
+    )
+    on_bad_record: Literal["error", "skip"] = flag(
+        "error",
+        "What to do with unusable records, which are detected before the first step: error refuses to train; skip "
+        "leaves them out and writes them to quarantine.jsonl in --output_dir. Nothing replaces them.",
+    )
+    data_cache_dir: str | None = flag(
+        None,
+        "Where converted records, results of checks and measured lengths are kept; default .llava_cache beside the "
+        "data, or ~/.cache/llava/data if that is not writable.",
+    )
+    image_aspect_ratio: str = flag(
+        "square",
+        "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first; anyres: the "
+        "whole image and the crops of a grid that fits it; anyres_max_N: the same, with the grid shrunk to about N "
+        "crops' tokens (with spatial_unpad).",
+    )
+    image_orientation: Literal["stored", "exif"] = flag(
+        "stored",
+        "stored: images as their files store them, as LLaVA reads them; exif: rotated upright by their EXIF "
+        "orientation. Written to the checkpoint, so that inference does the same.",
+    )
+    image_grid_pinpoints: str | None = flag(
+        None, "With anyres: the grids to choose from, in pixels, [[336,672],[672,336]], or in crops, (1x1),...,(6x6)."
+    )
+    label_masking: Literal["assistant", "upstream"] = flag(
+        "assistant",
+        "Targets: assistant, what the assistant says with its end token; or upstream, exactly the labels of LLaVA and "
+        "LLaVA-NeXT (for comparisons).",
+    )
+    lazy_preprocess: bool = flag(True, "Accepted for LLaVA's scripts; samples are always prepared when needed.")
+    is_multimodal: bool = flag(True, "Accepted for LLaVA's scripts; records with and without images always mix.")
 
     def __post_init__(self) -> None:
         check_modes(self.image_aspect_ratio)
@@ -106,10 +209,161 @@ class DataArguments(Frozen, DataFlags):
 
 @dataclass
 # pyrefly: ignore[inconsistent-inheritance]  # some flags take fewer values than the library's
-class TrainingArguments(
-    OptimisationFlags, LoraFlags, SpeedFlags, SavingFlags, HeldOutFlags, LoggingFlags, transformers.TrainingArguments
-):
+class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
+
+    # --- steps, rates, order of the samples, loss ---
+    optim: str = flag(
+        "adamw_torch_fused",
+        "Optimizer, as the Hugging Face Trainer names it. If DeepSpeed keeps the states in CPU memory, it uses its "
+        "own CPU Adam instead.",
+    )
+    lr_scheduler_type: str = flag("cosine", "Learning-rate schedule.")
+    warmup_ratio: float = flag(0.0, "Fraction of all steps over which the learning rate rises; needs --warmup_steps 0.")
+    mm_projector_lr: float | None = flag(None, "Learning rate of projector and norm; default --learning_rate.")
+    mm_vision_tower_lr: float | None = flag(None, "Learning rate of the vision tower; default --learning_rate.")
+    model_max_length: int = flag(
+        2048, "Maximum sample length in tokens, counted after images are expanded; longer samples are cut."
+    )
+    train_sampling_strategy: Literal["random", "sequential"] = flag(
+        "random", "Order of the samples without --group_by_modality_length."
+    )
+    group_by_modality_length: bool = flag(False, "Global batches of one modality and similar length.")
+    length_group_window: int = flag(
+        1,
+        "With --group_by_modality_length: pair the samples of this many global batches, the longest with the shortest, "
+        "and put pairs of similar length in one batch. 1 (LLaVA) keeps every global batch a random sample of its "
+        "modality; larger values keep ranks with few samples equally busy.",
+    )
+    loss_head: LossHead = flag(
+        "auto",
+        "Loss over the supervised rows: chunked (some rows of logits at a time), plain (all logits), liger (Liger's "
+        "fused kernel, NVIDIA GPUs), auto (chunked).",
+    )
+    loss_reduction: Literal["token_mean", "micro_batch_mean"] = flag(
+        "token_mean",
+        "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' means, as "
+        "upstream with gradient accumulation, over upstream's micro-batches. Not with --max_tokens_per_micro_batch.",
+    )
+    max_nonfinite_steps: int = flag(
+        10,
+        "Stop after this many consecutive steps whose loss or gradient is infinite or not a number. Such steps are "
+        "skipped.",
+    )
+
+    # --- LoRA ---
+    lora_enable: bool = flag(
+        False, "Train --lora_modules by LoRA on their linear layers; projector and norm are trained fully."
+    )
+    lora_modules: str = flag(
+        "decoder",
+        "What gets adapters: decoder, tower, or both with a comma. The tower's adapters learn with "
+        "--mm_vision_tower_lr. Parts named here are trained by LoRA alone.",
+    )
+    lora_use_dora: bool = flag(
+        False, "DoRA: adapters learn direction and magnitude of the weights separately (PEFT's use_dora)."
+    )
+    lora_r: int = flag(64, "Rank of the LoRA adapters.")
+    lora_alpha: int = flag(16, "The adapters are scaled by --lora_alpha / --lora_r.")
+    lora_dropout: float = flag(0.05, "Dropout before the adapters.")
+    lora_bias: Literal["none", "all", "lora_only"] = flag(
+        "none", "The language model's biases that are trained: none, all, or those of adapted layers."
+    )
+    lora_weight_path: str = flag("", "Accepted for LLaVA's scripts, which never read it; must stay empty.")
+    bits: Literal[4, 8, 16] = flag(
+        16, "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 (as it is)."
+    )
+    double_quant: bool = flag(True, "With --bits 4: quantise the quantisation constants too.")
+    quant_type: Literal["fp4", "nf4"] = flag("nf4", "With --bits 4: the data type.")
+
+    # --- micro-batches, kernels, recomputation, and what a rank waits for ---
+    activation_checkpointing: str | None = flag(
+        None,
+        "Recompute activations instead of keeping them: auto (default; as few decoder layers as the memory estimate "
+        "needs, none if everything fits), True (every layer), False, or a number (that many decoder layers, from the "
+        "first). --gradient_checkpointing True or False, as LLaVA's scripts pass it, means the same.",
+        nargs="?",
+        const="True",
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = flag(  # releases of the library before 5.23 lack it
+        None,
+        "How activations are recomputed, as JSON: use_reentrant and the other arguments of PyTorch's checkpoint; "
+        "every_n_layers recomputes every n-th layer only; offload keeps what is saved in host memory.",
+    )
+    gradient_checkpointing: bool | None = flag(  # older releases of the library have False here, as if it were given
+        None, "The older name of --activation_checkpointing.", nargs="?", const=True
+    )
+    use_liger_kernel: str = flag(
+        "False",
+        "Run the language model's norms, MLPs and rotary embedding, and a tower's norms and gated MLPs unless it is "
+        "compiled, on Liger's fused kernels (NVIDIA GPUs, package liger-kernel): True, False, or auto (where they can "
+        "run; the log says which and why). For the loss see --loss_head.",
+        nargs="?",
+        const="True",
+    )
+    remove_unused_columns: bool = flag(False, "Must stay False: the collator names its fields.")
+    padding_free: bool = flag(
+        True,
+        "Run a micro-batch as one row without padding, with micro-batches of even length; False pads them and assigns "
+        "samples to ranks as LLaVA does (--loss_reduction micro_batch_mean always does). Loss and gradients are the "
+        "same.",
+    )
+    max_tokens_per_micro_batch: str | None = flag(
+        None,
+        "With --padding_free: maximum tokens per micro-batch. A step then takes as few micro-batches as possible, the "
+        "same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the same. auto, with "
+        "--deepspeed auto: as many as the memory estimate allows. Without the flag a CPU splits micro-batches of more "
+        "than 2048 tokens, which is faster there.",
+    )
+    hang_timeout: float = flag(
+        1800.0, "Seconds without progress after which a rank reports where it hangs and ends the run; 0: never."
+    )
+    compile_layers: str = flag(
+        "auto",
+        "Compile layers with torch.compile, once for all lengths: True (language model and tower), tower (the tower's "
+        "alone, beside Liger's kernels in the language model), False, or auto (tower on a GPU, where it can be "
+        "compiled). Not with ZeRO-3.",
+        nargs="?",
+        const="True",
+    )
+
+    # --- the output folder ---
+    save_strategy: Literal["no", "steps", "epoch"] = flag(
+        "steps", "When checkpoints are written: every --save_steps, every epoch, or never."
+    )
+    cache_dir: str | None = flag(None, "Where downloads from the hub are kept.")
+    trial_save: bool = flag(True, "Write the final folder and read it back once before the first step.")
+    overwrite_output_dir: bool = flag(
+        False,
+        "Start from scratch if --output_dir holds a finished run or a run with other settings, and remove what that "
+        "run wrote. An unfinished run with these settings is still continued, unless --resume_from_checkpoint is "
+        "False.",
+    )
+    resume_allow_changes: str = flag(
+        "",
+        "Settings in which a checkpoint to continue from may differ, comma-separated, such as world_size or max_steps; "
+        "a refusal lists them.",
+    )
+
+    # --- held-out data and what is logged ---
+    eval_generate: int = flag(
+        0,
+        "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy.",
+    )
+    evaluation_strategy: Literal["no"] = flag("no", "Accepted for LLaVA's scripts, which pass no.")
+    telemetry_steps: int | None = flag(
+        None, "Steps between measurements of gradient norms and token norms; default --logging_steps, 0: never."
+    )
+    peak_tflops: float | None = flag(
+        None,
+        "Peak TFLOP/s of a device, of which the logged mfu is a fraction; default: the datasheet's dense bf16 figure, "
+        "for known NVIDIA GPUs.",
+    )
+    profile_steps: str | None = flag(
+        None,
+        "Steps to profile on rank 0, FIRST:LAST, counted from 1 over the whole run: a trace, a table of kernels and "
+        "the seconds of each piece, in the folder profile of --output_dir.",
+    )
 
     def __post_init__(self):
         if self.warmup_ratio:
@@ -221,3 +475,54 @@ def steps_to_profile(text: str) -> range:
     if colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
         return range(int(first), int(last) + 1)
     raise ValueError(f"--profile_steps: expected FIRST:LAST with 1 <= FIRST <= LAST, such as 5:8; found {text!r}")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+class FlagParser(Parser, HfArgumentParser):
+    """The parser of all flags, whose errors are one line."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            (ModelArguments, DataArguments, TrainingArguments),
+            prog=program_name("llava.train.train"),
+            usage="%(prog)s --FLAG VALUE ...",
+            description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True. Hyphens stand for "
+            "underscores. docs/flags.md describes this tree's own flags, the library's pages the others.",
+            allow_abbrev=False,
+        )
+
+
+def read_flags(argv: list[str], **defaults: Any) -> argparse.Namespace:
+    """The flags as text and numbers; ends the process with one line if a flag is unknown or not taken.
+
+    Plug-ins are loaded first, so that flags may name their parts.
+
+    Args:
+        argv: the flags.
+        defaults: values of flags that `argv` does not give.
+    """
+    parser = FlagParser()
+    parser.set_defaults(**defaults)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--plugin", nargs="+", action="extend", default=[])
+    try:
+        plugins.load(",".join(early.parse_known_args(argv)[0].plugin))
+    except ValueError as error:
+        parser.error(str(error))
+    flags = parser.parse_args(argv)
+    for name in REFUSED.split():
+        if hasattr(flags, name) and getattr(flags, name) != parser.get_default(name):
+            parser.error(f"--{name} {getattr(flags, name)}: this trainer does not take the flag; leave it out")
+    return flags
+
+
+def parse_flags(argv: list[str], **defaults: Any) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """The command line as three dataclasses; see `read_flags`.
+
+    Raises:
+        ValueError: flags contradict each other.
+    """
+    parsed: Any = FlagParser().parse_dict(vars(read_flags(argv, **defaults)))
+    return parsed

@@ -31,7 +31,7 @@ def accepted_changes(allowed: str) -> set[str]:
         ResumeError: one of them can never be accepted.
     """
     accepted = {name.strip() for name in allowed.split(",") if name.strip()}
-    if unknown := accepted - ALLOWED.keys():
+    if unknown := accepted - ALLOWED:
         raise ResumeError(
             f"--resume_allow_changes: {', '.join(sorted(unknown))} cannot change within a run; "
             f"what can: {', '.join(sorted(ALLOWED))}"
@@ -62,9 +62,7 @@ def check_identity(folder: Path, settings: Settings, accepted: set[str], step_si
     if refused := [k for k in different if k not in accepted]:
         side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"
         lines = [f"  {k}: {side} {before!r}, now {now!r}" for k, (before, now) in different.items()]
-        hint = (
-            f"accept with --resume_allow_changes {','.join(different)}, or " if set(different) <= ALLOWED.keys() else ""
-        )
+        hint = f"accept with --resume_allow_changes {','.join(different)}, or " if set(different) <= ALLOWED else ""
         raise ResumeError(
             f"{folder} was written by a run with other settings:\n" + "\n".join(lines) + "\n"
             f"{', '.join(refused)} would make it another run: {hint}set them back, take another "

@@ -25,7 +25,7 @@ from llava.train.checkpoint import (
 from llava.train.profiling import PROFILE
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
-from llava.train.run_identity import ALLOWED, Settings
+from llava.train.run_identity import Settings
 from llava.train.run_record import IDENTITY, Identity, write_identity
 from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import clear_reports
@@ -94,7 +94,9 @@ def choose_start(args: TrainingArguments, identity: Settings) -> Start:
     for name, (before, now) in differences(settings, identity).items():
         logger.warning("accepted change: %s: checkpoint %r, now %r", name, before, now)
     if start.checkpoint and args.ignore_data_skip:
-        logger.warning("--ignore_data_skip True: %s", ALLOWED["ignore_data_skip"])
+        logger.warning(
+            "--ignore_data_skip True: the samples of the current epoch are seen again, so that the weights differ"
+        )
     if start.finished is None:
         is_main = args.process_index == 0
         clear_staging(args.output_dir, is_main)

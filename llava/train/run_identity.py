@@ -27,10 +27,10 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import (
+    CHANGEABLE,
     DataArguments,
     ModelArguments,
     TrainingArguments,
-    changeable_flags,
     decides_numbers,
 )
 from llava.train.batches import sample_order
@@ -53,11 +53,8 @@ _DEEPSPEED_REPORTS = {
     "timers", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
 }  # fmt: skip
-# The settings in which a continuation may differ, and why.
-ALLOWED = changeable_flags() | {
-    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
-    "adapter_file": "the checkpoint's own projector is loaded over it",
-}
+# The settings in which a continuation may differ. Samples stay in order on another number of ranks.
+ALLOWED = {*CHANGEABLE.split(), "world_size", "adapter_file"}
 PICTURES = "pictures"
 CONTENTS = (PICTURES, "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures")
 """The settings that say what files hold which flags name by their paths. Every run has the first."""

@@ -11,8 +11,7 @@ from typing import NoReturn
 import torch
 import transformers
 
-from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.flags import parse_flags
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags
 from llava.train.ranks import joined, leave_process_group
 from llava.train.stop_signal import StoppedEarly, StopSignal
 from llava.train.zero import let_ninja_be_found

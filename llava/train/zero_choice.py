@@ -21,10 +21,9 @@ from llava.model.attention import VARLEN, packed_attention
 from llava.model.builder import class_of, read_config
 from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import read_vision_config
-from llava.train.arguments import ModelArguments, TrainingArguments
+from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.building import arithmetic_dtype
 from llava.train.compilation import missing_compiler
-from llava.train.flags import FlagParser, parse_flags
 from llava.train.lora import add_lora_by_flags
 from llava.train.memory import MemoryEstimate, estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable, tunable_parts
@@ -57,8 +56,7 @@ def resolve_auto(argv: list[str]) -> list[str]:
 
     The user's own `--compile_layers` and `--use_liger_kernel True` stay. The first rank prints the choice.
     """
-    given = FlagParser().parse_known_args(argv)[0]
-    if given.deepspeed != AUTO:
+    if read_flags(argv).deepspeed != AUTO:
         return argv
     parsed: Any = parse_flags([*argv, "--deepspeed", ZERO_2])
     model_args, _, args = parsed

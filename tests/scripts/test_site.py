@@ -1,12 +1,12 @@
 """The site of the pages builds strictly, loads nothing from elsewhere, and its references are the code's."""
 
-import argparse
 import re
+from dataclasses import fields
 
 import pytest
 
 from llava.launch.settings import NAMES
-from llava.train.flags import FlagParser
+from llava.train.arguments import DataArguments, ModelArguments
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def test_no_page_loads_anything_from_elsewhere(site):
 
 
 def test_references_have_every_flag_and_variable(site):
-    shown = {a.option_strings[0] for a in FlagParser()._actions if a.help != argparse.SUPPRESS and a.dest != "help"}
+    shown = {f"--{field.name}" for owner in (ModelArguments, DataArguments) for field in fields(owner)}
     flags, variables = ((site / name / "index.html").read_text() for name in ("flags", "variables"))
     assert shown and all(f">{flag}</code>" in flags for flag in shown)
     assert all(f">{name}</code>" in variables for name in NAMES)

@@ -9,9 +9,8 @@ from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 from benchmarks import cards
 from benchmarks.shapes import PRESETS, sizes_of
 from llava.train import zero_choice
-from llava.train.arguments import choice, token_cap
+from llava.train.arguments import choice, parse_flags, read_flags, token_cap
 from llava.train.building import build_model
-from llava.train.flags import FlagParser, parse_flags
 from llava.train.memory import estimate_memory
 
 MODEL = ["--model_name_or_path", "model"]
@@ -45,7 +44,7 @@ def chosen(monkeypatch, usable, words, ranks=2):
     """The file of DeepSpeed and whether layers are compiled, where runs take what `Estimate` says, on GPUs."""
 
     def parsed(argv):
-        given = FlagParser().parse_known_args(argv)[0]
+        given = read_flags(argv)
         fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "lora_use_dora", "padding_free")}
         fields["use_liger_kernel"] = choice("use_liger_kernel", given.use_liger_kernel, "auto")
         fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64}
@@ -64,7 +63,7 @@ def chosen(monkeypatch, usable, words, ranks=2):
     stubs["estimate_under"] = lambda zero, *_: Estimate(zero)
     for name, stub in stubs.items():
         monkeypatch.setattr(zero_choice, name, stub)
-    given = FlagParser().parse_known_args(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))[0]
+    given = read_flags(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))
     cap = zero_choice.MOST_TOKENS if given.deepspeed == zero_choice.ZERO_2 and usable >= 100 else 64  # else the longest
     assert given.max_tokens_per_micro_batch == (str(cap) if words[:1] == ["--max_tokens_per_micro_batch"] else None)
     return given.deepspeed, given.compile_layers == "True"
