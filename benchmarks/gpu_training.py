@@ -228,7 +228,7 @@ def train(setting: Setting, stage: int, variables: dict[str, Any], way: str = ""
     adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
     if "IMAGE_FOLDER" in variables and "DATA_PATH" not in variables:
         common |= {"DATA_PATH": variables["IMAGE_FOLDER"].with_name(f"{script}.json")}
-    command = ["bash", f"scripts/{script}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
+    command = ["bash", f"scripts/{script}.sh", "--disable_tqdm", "True"]
     environment = {"LLAVA_PYTHON": sys.executable} | common | variables | adapter
     log = run_logged(setting, f"{way}-{script}".lstrip("-"), command, environment)
     if not way:  # a disk may not hold a 7B model's weights twice

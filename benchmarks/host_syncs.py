@@ -80,7 +80,7 @@ def run(folder: Path, zero: int, ranks: int) -> list[dict[str, Any]]:
     flags |= {"data_path": folder / "records.json", "image_folder": folder, "mm_projector_norm": "gwc_layernorm"}
     flags |= {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model", "model_max_length": 512}
     flags |= {"output_dir": folder / f"zero{zero}_{ranks}", "deepspeed": file, "per_device_train_batch_size": 1}
-    flags |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "trial_save": False}
+    flags |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     flags |= {"max_steps": STEPS, "gradient_accumulation_steps": MICRO_BATCHES}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, "-m", "benchmarks.host_syncs"]
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]

@@ -31,8 +31,8 @@ WITHOUT_EFFECT = (
     # This tree's; of the data the records' digest decides, not their path.
     "plugin data_path image_folder eval_data_path eval_image_folder on_bad_record data_cache_dir "
     "lazy_preprocess is_multimodal max_nonfinite_steps activation_checkpointing "
-    "activation_checkpointing_kwargs gradient_checkpointing hang_timeout cache_dir trial_save overwrite_output_dir "
-    "resume_allow_changes telemetry_steps peak_tflops profile_steps evaluation_strategy "
+    "activation_checkpointing_kwargs gradient_checkpointing hang_timeout cache_dir overwrite_output_dir "
+    "telemetry_steps peak_tflops profile_steps evaluation_strategy "
     # The library's.
     "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
     "hub_* push_to_hub trackio_* ddp_timeout ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
@@ -49,12 +49,10 @@ CHANGEABLE = (
     "attn_implementation loss_head use_liger_kernel padding_free max_tokens_per_micro_batch compile_layers tf32 "
     # A moved folder; the checkpoint's own projector is loaded over the adapter.
     "model_name_or_path vision_tower pretrain_mm_mlp_adapter "
-    # The position in the data is kept by samples.
-    "per_device_train_batch_size gradient_accumulation_steps "
-    # They apply from here on.
-    "max_steps num_train_epochs ignore_data_skip max_grad_norm"
+    # The number of ranks, with the same global batch.
+    "world_size per_device_train_batch_size gradient_accumulation_steps"
 )
-"""Flags that decide numbers, in which a continuation may differ all the same if the user accepts it."""
+"""Flags that decide numbers, in which a continuation may differ all the same: it says so."""
 
 REFUSED = (
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object prediction_loss_only include_for_metrics "
@@ -332,17 +330,11 @@ class TrainingArguments(transformers.TrainingArguments):
         "steps", "When checkpoints are written: every --save_steps, every epoch, or never."
     )
     cache_dir: str | None = flag(None, "Where downloads from the hub are kept.")
-    trial_save: bool = flag(True, "Write the final folder and read it back once before the first step.")
     overwrite_output_dir: bool = flag(
         False,
         "Start from scratch if --output_dir holds a finished run or a run with other settings, and remove what that "
         "run wrote. An unfinished run with these settings is still continued, unless --resume_from_checkpoint is "
         "False.",
-    )
-    resume_allow_changes: str = flag(
-        "",
-        "Settings in which a checkpoint to continue from may differ, comma-separated, such as world_size or max_steps; "
-        "a refusal lists them.",
     )
 
     # --- held-out data and what is logged ---

@@ -30,7 +30,7 @@ from llava.train.masters import keeps_masters
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.run_checks import EVAL_IMAGES, image_store
-from llava.train.run_identity import Settings, run_identity
+from llava.train.run_record import Settings, run_settings
 from llava.train.zero import fit_zero
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def build_trainer(
     training_args: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase | None = None,
     eval_records: RecordTable | None = None,
-    identity: Settings | None = None,
+    settings: Settings | None = None,
     **options: Any,
 ) -> LLaVATrainer:
     """The trainer on `records`; `options` are those of `LLaVATrainer`.
@@ -166,8 +166,8 @@ def build_trainer(
         eval_records: records whose loss is measured.
     """
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
-    if identity is None:
-        identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
+    if settings is None:
+        settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
     tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
@@ -205,6 +205,6 @@ def build_trainer(
         data_collator=collator,
         processing_class=tokenizer,
         image_processor=image_processor,
-        identity=identity,
+        settings=settings,
         **options,
     )

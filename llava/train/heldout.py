@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerState
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import SchedulerType, seed_worker
 
@@ -314,24 +313,6 @@ def check_metric(args: TrainingArguments, keys: Sequence[str]) -> None:
     """Raises ValueError if `--metric_for_best_model` is none of `keys`, what the run's evaluations measure."""
     if (metric := metric_key(args)) and metric not in keys:
         raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
-
-
-def note_best(state: TrainerState, metrics: dict[str, float], args: TrainingArguments) -> None:
-    """Remembers the step if its `--metric_for_best_model` is the best so far."""
-    if (name := metric_key(args)) is None:
-        return
-    if f"eval_{name}" not in metrics:
-        raise ValueError(
-            f"--metric_for_best_model {name}: none of its held-out records has a target within --model_max_length"
-        )
-    value, sign = metrics[f"eval_{name}"], 1 if args.greater_is_better else -1
-    if sign * value > (-math.inf if state.best_metric is None else sign * state.best_metric):
-        state.best_metric, state.best_global_step = value, state.global_step
-
-
-def best_checkpoint(state: TrainerState, output_dir: str) -> Path | None:
-    """The checkpoint with the best `--metric_for_best_model` so far; None if there is none."""
-    return Path(output_dir, f"checkpoint-{state.best_global_step}") if state.best_global_step else None
 
 
 # --- the model in evaluation mode -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import logging
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
@@ -33,25 +31,21 @@ from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import OPTIMIZERS, TrainingArguments, steps_to_profile
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
 from llava.train.checkpoint import (
-    STAGING,
-    checkpoints,
-    commit,
-    commit_final,
-    faults_on_any_rank,
+    CheckpointMarker,
+    ResumeError,
+    check_disk,
+    clear_place,
+    finish_run,
     load_weights,
-    named_save_errors,
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, accuracy, best_checkpoint, evaluating, note_best
+from llava.train.heldout import HeldOut, accuracy, evaluating, metric_key
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
 from llava.train.profiling import StepProfiler
-from llava.train.ranks import barrier
-from llava.train.resume import ResumeError, moved_step
-from llava.train.run_identity import Settings
-from llava.train.run_record import Identity, write_identity
+from llava.train.run_record import Settings
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import (
     Clipping,
@@ -64,7 +58,6 @@ from llava.train.telemetry import (
     without_pauses,
 )
 from llava.train.training_progress import TrainingProgress
-from llava.train.trial import check_disk, try_save
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -100,10 +93,8 @@ def library_arguments(args: TrainingArguments) -> TrainingArguments:
         max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else math.inf,  # `_clip_grad_norm` is always called
         logging_nan_inf_filter=False,  # it would wait for every loss; see `training_step`
         use_liger_kernel=False,  # the kernels are in the decoder already; the library goes by the model type
-        # `note_best`, `load_best` and `_save_checkpoint` do this: the library would look for checkpoints in `.saving`.
-        metric_for_best_model=None,
-        load_best_model_at_end=False,
-        save_total_limit=None,
+        load_best_model_at_end=False,  # `load_best` also knows stage 1 and LoRA
+        save_total_limit=None,  # `CheckpointMarker` removes old checkpoints, when the new one is complete
     )
     if args.deepspeed:
         config = args.hf_deepspeed_config.config
@@ -119,8 +110,8 @@ class LLaVATrainer(Trainer):
     Args:
         args: the flags. `self.flags` holds them as the user gave them, `self.args` as the library needs them.
         image_processor: saved with every checkpoint.
-        identity: settings that a continuation of the run must share (`llava.train.run_identity.run_identity`).
-        resumed: the content of `resume.json` in the checkpoint from which the run continues.
+        settings: those that a continuation of the run must share (`llava.train.run_record.run_settings`).
+        converted: whether DeepSpeed loads a universal checkpoint, which another number of ranks wrote.
         watchdog: is told every phase of a step.
         stop_signal: ends the run early.
         heldout: the held-out samples, whose loss is measured during training.
@@ -140,8 +131,8 @@ class LLaVATrainer(Trainer):
         *,
         args: TrainingArguments,
         image_processor: BaseImageProcessor | None = None,
-        identity: Settings | None = None,
-        resumed: Identity | None = None,
+        settings: Settings | None = None,
+        converted: bool = False,
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
@@ -150,15 +141,14 @@ class LLaVATrainer(Trainer):
         self.flags, self.heldout = args, heldout
         eval_dataset: Any = None if heldout is None else heldout.dataset
         super().__init__(args=library_arguments(args), eval_dataset=eval_dataset, **kwargs)
-        self.identity, self.resumed = identity or {}, resumed
+        self.converted = converted
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
         self.guard = NonFiniteGuard(self.train_dataset.records, self.args.max_nonfinite_steps)
         # First, so that trackers do not begin a run that is refused.
         self.callback_handler.callbacks.insert(0, AtTrainBegin(self.begin))
         self.add_callback(self.stop_signal)
-        self.staging: Path | None = None
-        self.saved_step = -1
+        self.add_callback(CheckpointMarker(args, settings or {}))
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
             self.model_accepts_loss_kwargs = False  # makes the library average over micro-batches
@@ -312,34 +302,31 @@ class LLaVATrainer(Trainer):
         if totals is None or answers is None:
             logger.warning("skipped the evaluation after step %d: a signal arrived", step)
             self.control.should_evaluate = False  # or the end of the epoch would ask again
-            return {}
+            return self._never_best()
         metrics = heldout.metrics(self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu())
         if heldout.questions:
             metrics |= accuracy(answers, heldout.questions.expected)
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.control.should_save:  # only a saved step can be loaded again
-            note_best(self.state, metrics, self.flags)
-        return metrics
+        return metrics if self.control.should_save else metrics | self._never_best()
+
+    def _never_best(self) -> dict[str, float]:
+        """What the library compares of a step that is not measured or not saved, and so cannot be loaded again."""
+        name = metric_key(self.flags)
+        return {f"eval_{name}": math.nan} if name else {}
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
-        best = best_checkpoint(self.state, self.args.output_dir)
-        if best is None or not self.flags.load_best_model_at_end:
+        if not self.state.best_global_step or not self.flags.load_best_model_at_end:
             return
-        if faults := faults_on_any_rank(best, self.args.process_index, self.args.world_size):
-            raise ResumeError(f"--load_best_model_at_end True: {best}, the best, is incomplete: {faults[0]}")
+        best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
         metric = self.flags.metric_for_best_model
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
             deepspeed_load_checkpoint(self.model_wrapped, str(best))
         else:
             load_weights(best, self.model)
-        barrier()  # all have read it
-        if self.flags.save_total_limit == 1 and self.args.should_save:
-            for other in set(checkpoints(self.args.output_dir)) - {best}:
-                shutil.rmtree(other, ignore_errors=True)
 
     # --- checkpoints ---
 
@@ -349,14 +336,9 @@ class LLaVATrainer(Trainer):
             self.profiler.check(self.first_step, self.state.max_steps)
         if self.is_deepspeed_enabled:
             rebuild_rotary(self.model)  # its engine may have cast all buffers
-        if self.resumed is not None:
-            moved = global_batch_size(self.flags) != self.resumed["step_size"]
-            step = self.state.global_step if moved else None
-            restore_groups(self.optimizer, self.lr_scheduler, self.group_settings, step)
-        with self.throughput.paused():
-            check_disk(self.model, self.flags, self.state.max_steps)
-            if self.flags.trial_save:
-                try_save(self.model, self.flags, self.save_model, self.save_tensors)
+        if self.converted:
+            restore_groups(self.optimizer, self.lr_scheduler, self.group_settings)
+        check_disk(self.model, self.flags, self.state.max_steps)
 
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
@@ -364,65 +346,25 @@ class LLaVATrainer(Trainer):
         """The number of finished epochs, and of steps of the next one; sets the step that the run starts from."""
         resume = resume_from_checkpoint
         position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
-        if self.resumed is not None:
-            best = best_checkpoint(self.state, self.args.output_dir)
-            if best and not best.is_dir():
-                raise ResumeError(
-                    f"{resume}: {best} had the best --metric_for_best_model so far and is missing; put it back, or "
-                    "start from scratch with --resume_from_checkpoint False"
-                )
-            self.state.best_model_checkpoint = None if best is None else str(best)
-            step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.flags))
-            self.state.global_step, position = step, divmod(step, num_update_steps_per_epoch)
-            if step >= max_steps:  # the library would train one more step before it looks
-                logger.info("all %d steps are done; only the final folder is written", max_steps)
-                position = num_train_epochs, 0
         self.first_step = self.state.global_step
+        if self.first_step >= max_steps:  # the library would train one more step before it looks
+            logger.info("all %d steps are done; only the final folder is written", max_steps)
+            return num_train_epochs, 0
         return position
 
-    def _get_output_dir(self, trial) -> str:
-        return super()._get_output_dir(trial) if self.staging is None else str(self.staging)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Writes all ranks' part of `checkpoint-N` below `.saving`, and gives it its name when it is complete."""
-        step = self.state.global_step
-        if step == self.saved_step:  # the end of an epoch may ask again
-            return
-        self.watchdog.enter("saving", step)
-        name = f"checkpoint-{step}"
-        target = Path(self.args.output_dir, name)
-        self.staging = Path(self.args.output_dir, STAGING)
-        with named_save_errors(target.parent, target):
-            super()._save_checkpoint(model, trial)
-            if best := best_checkpoint(self.state, self.args.output_dir):
-                self.state.best_model_checkpoint = str(best)  # the library looked for it below `.saving`
-            if self.args.should_save:
-                self.state.save_to_json(str(self.staging / name / TRAINER_STATE_NAME))
-                step_size, samples = global_batch_size(self.flags), len(self.train_dataset)
-                write_identity(self.staging / name, self.identity, step_size, samples)
-        commit(self.staging / name, target, self.args.process_index, self.args.world_size)
-        if self.args.should_save:
-            limit = self.flags.save_total_limit
-            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
-            with contextlib.suppress(OSError):
-                self.staging.rmdir()  # empty, or a file system that is slow to see it
-        self.staging, self.saved_step = None, step
-
     def save_final(self) -> None:
-        """Writes the final folder below `.saving`, and then moves each file into place. Every rank must call."""
+        """Writes the final folder, and marks it as complete. Every rank must call."""
         self.watchdog.enter("saving", self.state.global_step)
-        staged, target = Path(self.args.output_dir, STAGING, "final"), Path(self.args.output_dir)
-        with named_save_errors(target, target):
-            self.save_model(str(staged))
-            if self.args.should_save:
-                commit_final(staged, target, self.state.global_step)
-                staged.parent.rmdir()
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save")
+        self.save_model()
+        if self.args.should_save:
+            finish_run(Path(self.args.output_dir), self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a self-contained folder or a LoRA folder; checkpoints of stage 1 hold only adapter and config."""
         output_dir, tensors = output_dir or self.args.output_dir, None
+        if _internal_call:
+            self.watchdog.enter("saving", self.state.global_step)
+            clear_place(Path(output_dir), self.args.should_save)
         if has_lora(self.model):
             save_non_lora(self.model, output_dir, is_main_process=self.args.should_save)
             tensors = lora_state_dict(self.model)
@@ -434,10 +376,6 @@ class LLaVATrainer(Trainer):
             if self.is_deepspeed_enabled:  # ZeRO-1 and 2 give a tied weight as two tensors
                 whole = self.accelerator.get_state_dict(self.model_wrapped) or {}  # empty on other ranks under ZeRO-3
                 tensors = {name: tensor for name, tensor in whole.items() if name not in self.tied}
-        self.save_tensors(output_dir, tensors)
-
-    def save_tensors(self, output_dir: str, tensors: dict[str, torch.Tensor] | None) -> None:
-        """Writes `tensors` (None: the model's own), config, tokenizer, image processor and flags, on rank 0."""
         if not self.args.should_save:  # the library's own check came after 5.17
             return
         self._save(output_dir, tensors)

@@ -122,7 +122,7 @@ def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArgu
     return groups
 
 
-def restore_groups(optimizer: Any, lr_scheduler: Any, settings: list[dict[str, Any]], step: int | None) -> None:
+def restore_groups(optimizer: Any, lr_scheduler: Any, settings: list[dict[str, Any]]) -> None:
     """Restores every parameter group's own settings, which a universal checkpoint replaces by the first group's.
 
     Such a checkpoint also has one shared counter of steps, which each group would count up.
@@ -130,15 +130,11 @@ def restore_groups(optimizer: Any, lr_scheduler: Any, settings: list[dict[str, A
     Args:
         optimizer, lr_scheduler: as Accelerate or DeepSpeed wraps them.
         settings: those of `optimizer_groups`, without the parameters.
-        step: the step to which the schedule moves, since a step now has another number of samples; None to keep it.
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter, state in optimizer.state.items():
         if torch.is_tensor(count := state.get("step")):  # fused kernels need it on the parameter's device
             state["step"] = count.to(parameter.device if fused else count.device, copy=True)
     schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
-    if step is not None:
-        schedule.last_epoch = step
-        schedule._last_lr = [r * share(step) for r, share in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, own, rate in zip(optimizer.param_groups, settings, schedule.get_last_lr(), strict=True):
         group.update(own | {"initial_lr": own["lr"], "lr": rate})

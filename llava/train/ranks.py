@@ -1,5 +1,6 @@
 """Agreement between ranks; with one process everything here returns at once."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -28,6 +29,20 @@ def from_first(value: Value) -> Value:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def on_first(function: Callable[[], Value]) -> Value:
+    """What `function` returns on rank 0, where alone it runs; its error is raised on all. Every rank must call."""
+    outcome: Any = None
+    if not joined() or dist.get_rank() == 0:
+        try:
+            outcome = function(), None
+        except Exception as error:
+            outcome = None, error
+    value, error = from_first(outcome)
+    if error is not None:
+        raise error
+    return value
 
 
 def barrier() -> None:

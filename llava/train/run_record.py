@@ -1,50 +1,159 @@
-"""The two files that say what a run is: `resume.json` of its folder and checkpoints, and `run.json`.
+"""What identifies a run: flags, data, template, tokenizer, code, versions, devices, initial weights.
 
-`run.json` is written before the first step: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}},
-...]}`, with one start, and one more for each time the run was continued from a checkpoint. `configuration` comes from
-`llava.train.run_identity`; `provenance` says when, where, on which processor and by which command, how held-out
-questions are answered, and which settings of the base's generation_config.json the run does not use.
+`resume.json`, in the output folder and in every checkpoint, holds the settings that a continuation must share, so that
+its numbers stay the same. `run.json`, written before the first step, holds everything that decides the trained weights,
+so that two runs can be compared: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}}, ...]}`, with
+one start more for each time that the run was continued.
 """
 
+import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import shlex
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llava.conversation import get_template
 from llava.data.dataset import LazySupervisedDataset
+from llava.data.images import ImageStore
+from llava.data.records import RecordTable, record_images
+from llava.model.builder import read_config
 from llava.model.decoding import GREEDY
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.run_identity import Settings, run_configuration
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.zero3 import gathered
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, decides_numbers
+from llava.train.batches import global_batch_size, sample_order
+from llava.train.heldout import eval_data_arguments
+from llava.train.optim import part_of
+from llava.train.ranks import from_first
+from llava.train.run_checks import image_store
+from llava.utils import plugins
+from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.files import write_json, write_text
 from llava.utils.machine import machine
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
+from llava.utils.versions import software
 
-IDENTITY = "resume.json"
+SETTINGS_FILE = "resume.json"
+Setting = bool | int | float | str | None
+Settings = dict[str, Setting]
+"""Flags and digests by name, as `resume.json` holds them."""
+
+# Flags that say where a run writes and what it continues from.
+_PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
+# Sections of a DeepSpeed configuration that only measure or print.
+_DEEPSPEED_REPORTS = {
+    "timers", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "flops_profiler",
+    "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
+}  # fmt: skip
+_SAMPLE = 4096  # records whose pictures are read
 
 
-class Identity(TypedDict):
-    """The content of `resume.json`."""
-
-    settings: Settings
-    step_size: int  # samples of an optimizer step over all ranks
-    num_samples: int  # of an epoch
+# --- resume.json ------------------------------------------------------------------------------------------------------
 
 
-def write_identity(folder: Path, settings: Settings, step_size: int, num_samples: int) -> None:
-    """Writes `resume.json` of a checkpoint or of the output folder.
+def run_settings(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    records: RecordTable,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_records: RecordTable | None = None,
+) -> Settings:
+    """What decides the numbers of a run, as JSON values. Every rank must call.
 
-    Args:
-        folder: the checkpoint or output folder.
-        settings: the run's identity.
-        step_size: samples of an optimizer step over all ranks.
-        num_samples: samples of an epoch.
+    They include the held-out records if these choose the best checkpoint.
     """
-    content: Identity = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
-    write_json(folder / IDENTITY, content, synced=True)
+    fields = [(args, f) for args in (model_args, data_args, training_args) for f in dataclasses.fields(args) if f.init]
+    flags = {f.name: getattr(args, f.name) for args, f in fields if f.name[0] != "_" and decides_numbers(f.name)}
+    settings = {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in flags.items()}
+    settings |= {"world_size": training_args.world_size, "global_batch": global_batch_size(training_args)}
+    settings["deepspeed"] = "none"
+    if training_args.deepspeed:  # the part of its configuration that decides which states a checkpoint holds
+        stage = training_args.hf_deepspeed_config.config.get("zero_optimization", {}).get("stage", 0)
+        settings["deepspeed"] = f"ZeRO-{stage}"
+    settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
+    settings["template"] = _digest(repr(get_template(model_args.version)))
+    settings["tokenizer"] = tokenizer_digest(tokenizer)
+    if plugins.digests:
+        settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in sorted(plugins.digests.items()))
+    contents: Settings = {}
+    if training_args.process_index == 0:
+        contents = _model_contents(model_args, training_args.cache_dir)
+        contents["pictures"] = pictures_digest(image_store(data_args, records), records)
+        if eval_records is not None and training_args.metric_for_best_model:
+            images = image_store(eval_data_arguments(data_args), eval_records)
+            contents["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
+            contents["eval_pictures"] = pictures_digest(images, eval_records)
+    return settings | from_first(contents)
+
+
+def _model_contents(model_args: ModelArguments, cache_dir: str | None) -> Settings:
+    """Digests of the files that the run starts from, which are the same wherever these are."""
+    base, tower = model_args.model_name_or_path, model_args.vision_tower
+    if not tower:
+        config = read_config(base, cache_dir=cache_dir)
+        if not getattr(config, "mm_vision_config", None):  # LLaVA's checkpoints may leave the tower where it was
+            tower = getattr(config, "mm_vision_tower", None)
+    return {
+        "language_model_files": model_digest(base, cache_dir),
+        "vision_tower_files": tower and model_digest(tower),
+        "adapter_file": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+    }
+
+
+def pictures_digest(images: ImageStore, records: RecordTable) -> str:
+    """A digest of the records' pictures by name and content, wherever they are.
+
+    All are read if there are up to 4,096 records, otherwise those of 4,096 records that are spread evenly. Of zip files
+    the checksums of all members count, of Parquet files 4,096 blocks of 64 KiB altogether (`sampled_digest`).
+    """
+    count = min(len(records), _SAMPLE)
+    shown = (image for i in range(count) for image in record_images(records[len(records) * i // count]))
+    blocks = max(1, _SAMPLE // len(records.sources))
+    return f"SHA-256 {images.content(shown, partial(sampled_digest, blocks=blocks))}"
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of all that decides a text's ids: normaliser, splitting, merges, vocabulary and added tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # these change with every call
+    else:  # a tokenizer without the fast library
+        file = getattr(tokenizer, "vocab_file", None)
+        state = [sorted(tokenizer.get_vocab().items()), file and bytes_digest(Path(file))]
+    return _digest(json.dumps([state, tokenizer.special_tokens_map], sort_keys=True, default=str))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def adapter_digest(path: str | None) -> str | None:
+    """SHA-256 of the adapter file that the projector starts from (given by its path or folder), or None."""
+    if not path:
+        return None
+    file = Path(path, ADAPTER_FILE) if Path(path).is_dir() else Path(path)
+    return bytes_digest(file) if file.is_file() else None  # loading it raises an error that names it
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Writes `resume.json` of a checkpoint or of the output folder."""
+    write_json(folder / SETTINGS_FILE, {"settings": settings}, synced=True)
+
+
+# --- run.json ---------------------------------------------------------------------------------------------------------
 
 
 def write_run_record(
@@ -53,17 +162,16 @@ def write_run_record(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
-    identity: Settings,
+    settings: Settings,
     resumed: bool,
 ) -> None:
     """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
-    configuration = run_configuration(model, dataset, model_args, data_args, training_args, identity)
+    configuration = run_configuration(model, dataset, model_args, data_args, training_args, settings)
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []
         started = {"base_generation_config": dict(model.file_decoding), "heldout_decoding": GREEDY}
         starts.append({"configuration": configuration, "provenance": provenance() | started})
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
         write_text(path, text + "\n", synced=True)
 
@@ -73,3 +181,66 @@ def provenance() -> dict[str, str]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     command = shlex.join([sys.executable, *sys.argv])
     return {"started": now, "command": command, "folder": os.getcwd(), "machine": machine()}
+
+
+def run_configuration(
+    model: LlavaMetaForCausalLM,
+    dataset: LazySupervisedDataset,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    settings: Settings,
+) -> dict[str, Any]:
+    """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
+    records, device = dataset.records, training_args.device
+    assert isinstance(records, RecordTable)  # lists are for callers that record nothing
+    contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
+    mixture = {"mixture": records.source_counts()} if records.source_names else {}
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
+        **({"plugins": plugins.digests} if plugins.digests else {}),
+        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
+        "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
+        "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),
+        "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+        "order": order_digest(sample_order(dataset, training_args)),
+        "initial_weights": weights_digests(model, training_args.process_index == 0),
+        **software(),
+        "devices": {"ranks": training_args.world_size, "kind": kind},
+    }
+
+
+def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
+    """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
+
+    The cost is one reading of the weights. Under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+
+    Args:
+        model: the model whose weights are read.
+        is_first: whether this rank writes the record; the others only help to gather, and get an empty dict.
+    """
+    norm = projector_norm(model.get_model().mm_projector)
+    of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
+    digests: dict[str, hashlib._Hash] = {}
+    for name, parameter in model.named_parameters():
+        part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
+        with gathered(parameter):
+            if not is_first:
+                continue
+            data = parameter.detach().cpu().contiguous().reshape(-1)
+            digest = digests.setdefault(part, hashlib.sha256())
+            digest.update(f"{name} {data.dtype}\0".encode())
+            digest.update(data.view(torch.uint8).numpy().data)  # a copy would take twice as long as the sum
+    return {part: digest.hexdigest() for part, digest in digests.items()}
+
+
+def order_digest(order: Iterable[int]) -> str:
+    """SHA-256 of the first epoch's order of samples; later epochs follow from the same seed."""
+    return hashlib.sha256(np.fromiter(order, np.int64).tobytes()).hexdigest()
+
+
+def decisive_deepspeed_config(given: Any) -> Any:
+    """The configuration that `--deepspeed` names, without what only measures or prints; as given if there is none."""
+    config = json.loads(Path(given).read_text()) if isinstance(given, str) and given else given
+    return {key: value for key, value in config.items() if key not in _DEEPSPEED_REPORTS} if config else config

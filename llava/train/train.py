@@ -13,11 +13,16 @@ from transformers import set_seed
 from llava.model.lora import has_lora
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.building import build_model, build_trainer, training_tokenizer
-from llava.train.checkpoint import named_save_errors
+from llava.train.checkpoint import (
+    begin_run,
+    choose_start,
+    held_folder,
+    named_save_errors,
+    use_converted_states,
+)
 from llava.train.closing import print_next_steps
 from llava.train.compilation import decide_compilation
 from llava.train.launch_check import check_launch, spans_nodes
-from llava.train.resume import use_universal_checkpoint
 from llava.train.run_checks import (
     EVAL_QUARANTINE,
     QUARANTINE,
@@ -26,9 +31,7 @@ from llava.train.run_checks import (
     checked_records,
     report_left_out,
 )
-from llava.train.run_folder import begin_run, choose_start, held_folder
-from llava.train.run_identity import run_identity
-from llava.train.run_record import write_run_record
+from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop_signal import StopSignal
 from llava.train.training_process import end_process, parse_arguments, training_process, watchdog_of
 from llava.utils.failures import Watchdog, of_flag
@@ -96,15 +99,15 @@ def run_in_folder(
     records, write_left_out = checked_records(model_args, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
     tokenizer = training_tokenizer(model_args, training_args)
-    identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
-    start = choose_start(training_args, identity)
+    settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
+    start = choose_start(training_args, settings)
     if start.finished is not None:
         logger.info(
             "%s: this run is finished, after %d steps; nothing is written (--overwrite_output_dir True retrains from "
             "scratch)", output_dir, start.finished,
         )  # fmt: skip
         return
-    use_universal_checkpoint(start.checkpoint, start.resumed, training_args)
+    converted = use_converted_states(start, training_args)
 
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
@@ -116,18 +119,18 @@ def run_in_folder(
         training_args,
         tokenizer=tokenizer,
         eval_records=eval_records,
-        identity=identity,
-        resumed=start.resumed,
+        settings=settings,
+        converted=converted,
         watchdog=watchdog,
         stop_signal=stop_signal,
     )
-    begin_run(training_args, start, identity, len(records))
+    begin_run(training_args, start, settings)
     if is_first and records.left_out:
         write_left_out(output_dir / QUARANTINE)
     if is_first and eval_records is not None and write_eval_left_out and eval_records.left_out:
         write_eval_left_out(output_dir / EVAL_QUARANTINE)
     resumed = start.checkpoint is not None
-    write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, identity, resumed)
+    write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, settings, resumed)
     watchdog.start()
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:

@@ -27,7 +27,7 @@ CASES = {
 def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, tmp_path, case):
     config, expected = CASES[case]
     steps = {"max_steps": host_syncs.STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
-    argv = flags(tiny, tmp_path / "run", 2, deepspeed=zero_file(config, tmp_path), trial_save=False, **steps)
+    argv = flags(tiny, tmp_path / "run", 2, deepspeed=zero_file(config, tmp_path), **steps)
     output = run_on_ranks(1, Path(host_syncs.__file__), ["--train", *argv], timeout=600)
     lines = json.loads(next(line for line in output.splitlines() if line.startswith('[{"package"')))
     waits = {}

@@ -1,5 +1,6 @@
 """What happens to a run when something breaks, in one process; tests/chaos/run.sh breaks real processes."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -23,13 +24,12 @@ from transformers import TrainerCallback
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
 from llava.launch.recipe import resolved_run
-from llava.train import run_checks, run_folder, stop_signal, trial
+from llava.train import checkpoint, run_checks, stop_signal
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
+from llava.train.checkpoint import MARKER, OLDER_MARKER, ResumeError, SaveError, find_checkpoint, folder_faults
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
-from llava.train.resume import ResumeError, moved_step
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
@@ -82,17 +82,15 @@ def at_step(monkeypatch, step: int, do) -> None:
 
 
 @pytest.mark.slow
-def test_manifest_has_every_file_of_a_checkpoint_and_nothing_stays_behind(whole):
+def test_marker_has_every_file_of_a_checkpoint(whole):
     folder = whole / "checkpoint-4"
-    listed = json.loads((folder / MANIFEST).read_text())["files"]
-    assert listed.keys() == {f.name for f in folder.iterdir()} - {MANIFEST}
+    listed = json.loads((folder / MARKER).read_text())["files"]
+    assert listed.keys() == {f.name for f in folder.iterdir()} - {MARKER}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= listed.keys()
-    assert not checkpoint_faults(folder) and not (whole / STAGING).exists()
-    shares = [checkpoint_faults(folder, rank, 3) for rank in range(3)]
-    assert shares == [[], [], []]
+    assert not folder_faults(folder) and not folder_faults(whole)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no marker"])
 def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, caplog, damage):
     file = copy / "checkpoint-4/optimizer.pt"
     content = bytearray(file.read_bytes())
@@ -104,12 +102,13 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, cap
     elif damage == "missing":
         file.unlink()
     else:
-        (copy / "checkpoint-4" / MANIFEST).unlink()
-    assert find_checkpoint(str(copy), None) == str(copy / "checkpoint-2")
+        (copy / "checkpoint-4" / MARKER).unlink()
+    args = TrainingArguments(output_dir=str(copy))
+    assert find_checkpoint(args) == copy / "checkpoint-2"
     warning = next(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert "checkpoint-4" in warning and ("manifest" if damage == "no manifest" else "optimizer.pt") in warning
+    assert "checkpoint-4" in warning and (MARKER if damage == "no marker" else "optimizer.pt") in warning
     with pytest.raises(FileNotFoundError, match="--resume_from_checkpoint .*checkpoint-4: no complete checkpoint"):
-        find_checkpoint(str(copy), str(copy / "checkpoint-4"))
+        find_checkpoint(dataclasses.replace(args, resume_from_checkpoint=str(copy / "checkpoint-4")))
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny,
     argv = flags(tiny, tmp_path / "run", 2, save_total_limit=1, **SAVING)
     with pytest.raises(SaveError, match="checkpoint-4 could not be written: .*No space.*checkpoint-2 is complete"):
         train_module.train(argv)
-    assert not (tmp_path / "run/checkpoint-4").exists()
+    assert not (tmp_path / "run/checkpoint-4" / MARKER).exists()
     monkeypatch.undo()
     train_module.train(argv)
     ours, theirs = weights(tmp_path / "run"), weights(whole)
@@ -156,7 +155,7 @@ def test_a_full_disk_in_logging_names_the_checkpoint_and_drops_a_cut_line(tiny, 
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "free_gib", lambda folder: 1e-6)
+    monkeypatch.setattr(checkpoint, "free_gib", lambda folder: 1e-6)
     with pytest.raises(SaveError, match="--output_dir .*per checkpoint.*--save_total_limit"):
         train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
     assert not (tmp_path / "run/checkpoint-2").exists()
@@ -168,27 +167,7 @@ def test_estimated_size_of_a_checkpoint_is_near_the_real_one(tiny, whole):
     trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
     tensors = ("model.safetensors", "optimizer.pt")
     real = sum((whole / "checkpoint-4" / name).stat().st_size for name in tensors)
-    assert trial.checkpoint_bytes(trainer.model, trainer.args) == pytest.approx(real, rel=0.25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("full", [True, False])
-def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_path, monkeypatch, full):
-    if not full:
-        monkeypatch.setattr(trial, "FULL_TRIAL", 0)
-    argv = flags(tiny, tmp_path / "run", 1, max_steps=1)
-    train_module.train(argv)  # the trial itself passes
-    assert not (tmp_path / "run" / STAGING).exists()
-    original = LLaVATrainer._save
-
-    def lossy(self, output_dir=None, state_dict=None):
-        state_dict = dict(state_dict or self.model.state_dict())
-        del state_dict["model.mm_projector.3.weight"]
-        original(self, output_dir, state_dict)
-
-    monkeypatch.setattr(LLaVATrainer, "_save", lossy)
-    with pytest.raises(SaveError, match="trial before the first step: .*mm_projector.3.weight"):
-        train_module.train([*argv, "--overwrite_output_dir", "True"])
+    assert checkpoint.checkpoint_bytes(trainer.model, trainer.args) == pytest.approx(real, rel=0.25)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -217,60 +196,35 @@ def test_other_settings_are_refused_with_both_sides(tiny, copy, tmp_path, change
     change = {k: re.sub("DATA|LOWER", lambda found: places[found[0]], str(v)) for k, v in change.items()}
     with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
         train_module.train(flags(tiny, copy, 2, **SAVING, **change))
-    with pytest.raises(ResumeError, match="--resume_allow_changes: .* cannot change within a run"):
-        train_module.train(flags(tiny, copy, 2, **SAVING, **change, resume_allow_changes="learning_rate,version,data"))
 
 
-def test_sound_changes_are_accepted_by_name_only_and_moved_data_needs_none(tiny, copy, tmp_path, caplog):
+def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(tiny, copy, tmp_path, caplog):
     moved = tmp_path / "elsewhere"
     shutil.copytree(tiny / "data", moved)
-    options = SAVING | {"max_steps": 5, "data_path": moved / "finetune.json", "image_folder": moved / "images"}
-    with pytest.raises(ResumeError, match="accept with --resume_allow_changes max_steps"):
-        train_module.train(flags(tiny, copy, 2, **options))
-    train_module.train(flags(tiny, copy, 2, **options, resume_allow_changes="max_steps"))
-    assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4, 5]
-    assert "accepted change: max_steps: checkpoint 4, now 5" in caplog.text
+    shutil.copytree(tiny / "siglip", moved / "siglip")
+    shutil.rmtree(copy / "checkpoint-4")
+    options = SAVING | {"data_path": moved / "finetune.json", "image_folder": moved / "images"}
+    options |= {"vision_tower": moved / "siglip", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    train_module.train(flags(tiny, copy, 2, **options))
+    assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4]
+    for line in (
+        "per_device_train_batch_size: checkpoint 4, now 2",
+        "gradient_accumulation_steps: checkpoint 1, now 2",
+    ):
+        assert f"changed within the run: {line}" in caplog.text
+    assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8), (6, 4), (5, 5), (10, 5), (5, 7)])
-def test_position_in_the_data_is_that_of_the_samples(before, now, drop_last):
-    samples = 24
-    steps_before, steps_now = (samples // n + (samples % n > 0 and not drop_last) for n in (before, now))
-    saved = {"step_size": before, "num_samples": samples, "settings": {"dataloader_drop_last": drop_last}}
-    for step in range(12):
-        epoch, inside = divmod(step, steps_before)
-        seen = epoch * samples + min(samples, inside * before)
-        moved = moved_step(step, saved, now)
-        epoch, inside = divmod(moved, steps_now)
-        seen_now = epoch * samples + min(samples, inside * now)
-        assert seen - now < seen_now <= seen
-
-
-@pytest.mark.slow
-def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, monkeypatch):
-    seen: list[list[int]] = []
-    original = LLaVATrainer.get_batch_samples
-
-    def recorded(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        seen.append([i for samples, _ in self.guard.micro_batches for i in samples])
-        return result
-
-    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
-    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
-    at_step(monkeypatch, 5, lambda *_: (_ for _ in ()).throw(KeyError("stop")))
-    with pytest.raises(KeyError):
-        train_module.train(flags(tiny, tmp_path, 2, **options, max_steps=-1))
-    monkeypatch.undo()
-    first, seen[:] = [i for step in seen[:4] for i in step], []
-    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
-    options |= {"max_steps": -1, "per_device_train_batch_size": 2}
-    accepted = "per_device_train_batch_size,max_steps"
-    train_module.train(flags(tiny, tmp_path, 2, **options, resume_allow_changes=accepted))
-    second = [i for step in seen for i in step]
-    assert sorted(first + second) == list(range(24)) and len(seen) == 4
-    assert log_lines(tmp_path)[-1]["step"] == 12
+@pytest.mark.parametrize("place", ["run", "run/checkpoint-4"])
+def test_what_an_earlier_version_wrote_is_named_and_kept(tiny, whole, tmp_path, place):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / place / MARKER).rename(tmp_path / place / OLDER_MARKER)
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(
+        ResumeError, match=f"{place} was written by an earlier version of this code .*--overwrite_output"
+    ):
+        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
+    assert snapshot(tmp_path / "run") == before
 
 
 # --- folders that hold a run already ----------------------------------------------------------------------------------
@@ -320,21 +274,21 @@ def no_steps(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was removed"])
+@pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was cut off"])
 def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, whole, no_steps, killed):
     if killed != "before the final save":
         for name in ("config.json", "resume.json"):
             shutil.copy(whole / name, copy)
-        (copy / STAGING / "final").mkdir(parents=True)
-    if killed == "model was removed":
-        shutil.copy(whole / MANIFEST, copy)
+        (copy / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:-1])
+    if killed == "model was cut off":
+        shutil.copy(whole / MARKER, copy)
     log = (copy / LOG_FILE).read_text()
     train_module.train(flags(tiny, copy, 2, **SAVING))
     ours, theirs = weights(copy), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (copy / LOG_FILE).read_text() == log
     assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
-    assert json.loads((copy / MANIFEST).read_text())["step"] == 4
+    assert json.loads((copy / MARKER).read_text())["step"] == 4
 
 
 @pytest.mark.slow
@@ -343,8 +297,8 @@ def test_the_repeated_final_save_has_the_same_tensors_in_other_runs(tiny, tmp_pa
     stage, options = FINISHED[kind]
     argv = flags(tiny, tmp_path / "run", stage, **options)
     train_module.train(argv)
-    files = {f.name: saved_tensors(f) for pattern in run_folder.MODEL for f in (tmp_path / "run").glob(pattern)}
-    for name in [*files, MANIFEST]:
+    files = {f.name: saved_tensors(f) for pattern in checkpoint.MODEL for f in (tmp_path / "run").glob(pattern)}
+    for name in [*files, MARKER]:
         (tmp_path / "run" / name).unlink()
     monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
     train_module.train(argv)
@@ -357,28 +311,6 @@ def saved_tensors(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".json" or file.name == "training_args.bin":
         return {}
     return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-
-
-def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path, whole, caplog):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    argv = flags(tiny, folder, 2, **SAVING | {"max_steps": 5})
-    before = snapshot(folder)
-    with pytest.raises(ResumeError, match="(?s)max_steps: there 4, now 5.*accept with --resume_allow_changes max_st"):
-        train_module.train(argv)
-    assert snapshot(folder) == before
-    accepted = [*argv, "--resume_allow_changes", "max_steps"]
-    train_module.train(accepted)
-    assert [line["step"] for line in log_lines(folder)] == [1, 2, 3, 4, 5]
-    assert caplog.text.count("accepted change") == 1
-    before = snapshot(folder)
-    train_module.train(accepted)
-    assert snapshot(folder) == before
-
-
-def test_finished_run_without_a_checkpoint_cannot_be_extended(tiny, tmp_path):
-    train_module.train(flags(tiny, tmp_path, 2, max_steps=1))
-    with pytest.raises(ResumeError, match="a run of 1 steps without a checkpoint to resume from"):
-        train_module.train(flags(tiny, tmp_path, 2, max_steps=2, resume_allow_changes="max_steps"))
 
 
 @pytest.mark.slow
@@ -409,7 +341,7 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
 
 
 def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, capsys):
-    for file in (f"{STAGING}/half", f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
+    for file in (f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("of the training that runs")
     lock = FolderLock(tmp_path)
@@ -469,7 +401,7 @@ def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     with pytest.raises(SystemExit) as stopped:
         train_module.train(argv)
     assert stopped.value.code == REQUEUE_EXIT_CODE and signal.getsignal(number) == before
-    assert not checkpoint_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
+    assert not folder_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
     (line,) = [one.getMessage() for one in caplog.records if "stop" in one.getMessage()]
     name, place = signal.Signals(number).name, tmp_path / "checkpoint-3"
     assert line == f"{name}: stopped after step 3 of 4, checkpoint {place}; rerun the same command to resume"

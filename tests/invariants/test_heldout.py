@@ -127,7 +127,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
     ],
 )
 def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout, stage, options):
-    options |= {"max_steps": 3, "trial_save": False}
+    options |= {"max_steps": 3}
     train_module.train(flags(tiny, tmp_path / "without", stage, **options))
     train_module.train(
         flags(tiny, tmp_path / "with", stage, eval_data_path=heldout, eval_on_start=True, **EVALS, **options)
@@ -147,7 +147,7 @@ def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     totals = HeldOut.totals
     monkeypatch.setattr(HeldOut, "totals", lambda *args: (time.sleep(0.5), totals(*args))[1])
     started = time.monotonic()
-    options = {"eval_data_path": heldout, "max_steps": 4, "trial_save": False, **EVALS}
+    options = {"eval_data_path": heldout, "max_steps": 4, **EVALS}
     train_module.train(flags(tiny, tmp_path, 2, **options))
     wall, lines = time.monotonic() - started, logged(tmp_path)
     rates = [line["samples_per_second"] for line in lines if "samples_per_second" in line]
@@ -234,14 +234,14 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
     train_module.train(flags(tiny, tmp_path, 1, **options))
-    more = {"max_steps": 3, "resume_allow_changes": "max_steps"}
     with pytest.raises(ValueError, match="metric_for_best_model: there 'loss', now 'loss_text'"):
-        train_module.train(flags(tiny, tmp_path, 1, **options | more | {"metric_for_best_model": "loss_text"}))
+        train_module.train(flags(tiny, tmp_path, 1, **options | {"metric_for_best_model": "loss_text"}))
     with pytest.raises(ValueError, match="eval_data: there '.* records, SHA-256 .*', now '"):
-        train_module.train(flags(tiny, tmp_path, 1, **options | more | {"eval_data_path": heldout.split(",")[0]}))
+        train_module.train(flags(tiny, tmp_path, 1, **options | {"eval_data_path": heldout.split(",")[0]}))
     shutil.rmtree(tmp_path / "checkpoint-1")
+    (tmp_path / "complete.json").unlink()
     with pytest.raises(ValueError, match="checkpoint-1 had the best --metric_for_best_model so far and is missing"):
-        train_module.train(flags(tiny, tmp_path, 1, **options | more))
+        train_module.train(flags(tiny, tmp_path, 1, **options))
 
 
 @pytest.mark.parametrize(

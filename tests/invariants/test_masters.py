@@ -114,7 +114,7 @@ def losses(tiny, folder, data, **options):
 def test_the_loss_of_200_steps_is_that_of_fp32(tiny, tmp_path):
     """Within 1e-3 of each step's loss; bf16 weights without masters lose the small steps and end well above it."""
     data = write_varied(tiny, tmp_path / "data.json")
-    options = {"telemetry_steps": 0, "trial_save": False}
+    options = {"telemetry_steps": 0}
     exact = losses(tiny, tmp_path / "fp32", data, **options)
     ours = losses(tiny, tmp_path / "bf16", data, bf16=True, **options)
     assert exact[-20:].mean() < exact[:20].mean() - 0.01  # something was learnt

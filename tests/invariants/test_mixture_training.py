@@ -11,7 +11,7 @@ import yaml
 from training import flags, run
 
 from llava.train import train as train_module
-from llava.train.resume import ResumeError
+from llava.train.checkpoint import ResumeError
 from llava.train.telemetry import LOG_FILE
 
 SAMPLES, BATCH = 40, 4

@@ -29,7 +29,7 @@ from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import train as train_module
 from llava.train.arguments import OPTIMIZERS, parse_flags
-from llava.train.resume import ResumeError
+from llava.train.checkpoint import ResumeError
 from llava.train.telemetry import LOG_FILE
 from llava.utils import plugins
 

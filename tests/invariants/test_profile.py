@@ -73,10 +73,11 @@ def test_seconds_of_both_passes_belong_to_the_piece_that_takes_them(tiny, tmp_pa
 
 
 def test_a_resumed_run_counts_steps_globally(tiny, tmp_path):
-    train_module.train(flags(tiny, tmp_path, 1, max_steps=2, save_strategy="steps", save_steps=2))
-    options = {"max_steps": 4, "resume_allow_changes": "max_steps", "resume_from_checkpoint": tmp_path / "checkpoint-2"}
-    train_module.train(flags(tiny, tmp_path, 1, **options, profile_steps="2:3"))
-    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == [
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train_module.train(flags(tiny, tmp_path / "whole", 1, **options))
+    options |= {"resume_from_checkpoint": tmp_path / "whole/checkpoint-2"}
+    train_module.train(flags(tiny, tmp_path / "resumed", 1, **options, profile_steps="2:3"))
+    assert sorted(file.name for file in (tmp_path / "resumed/profile").iterdir()) == [
         "steps_3-3.kernels.txt",
         "steps_3-3.pieces.json",
         "steps_3-3.trace.json.gz",

@@ -28,7 +28,7 @@ FROZEN = {
     "max_nonfinite_steps lora_enable lora_modules lora_use_dora lora_r lora_alpha lora_dropout lora_bias "
     "lora_weight_path bits double_quant quant_type activation_checkpointing activation_checkpointing_kwargs "
     "gradient_checkpointing use_liger_kernel remove_unused_columns padding_free max_tokens_per_micro_batch "
-    "hang_timeout compile_layers save_strategy cache_dir trial_save overwrite_output_dir resume_allow_changes "
+    "hang_timeout compile_layers save_strategy cache_dir overwrite_output_dir "
     "eval_generate evaluation_strategy telemetry_steps peak_tflops profile_steps",
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 from llava.compare.runs import Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.launch.recipe import STAGES
-from llava.train.run_identity import adapter_digest
+from llava.train.run_record import adapter_digest
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE
 

@@ -1,7 +1,6 @@
 """What a run's files hold is part of its identity, wherever they are: pictures, models, adapter, held-out data."""
 
 import json
-import logging
 import shutil
 import zipfile
 from pathlib import Path
@@ -15,14 +14,14 @@ from training import flags
 
 from llava.data.images import ImageStore
 from llava.data.records import load_records
-from llava.train import run_identity as module
+from llava.train import run_record as module
 from llava.train.building import training_tokenizer
-from llava.train.resume import ResumeError, check_identity
-from llava.train.run_identity import CONTENTS, pictures_digest, run_identity
-from llava.train.run_record import IDENTITY, write_identity
+from llava.train.checkpoint import ResumeError, check_settings
+from llava.train.run_record import pictures_digest, run_settings, write_settings
 from llava.train.training_process import parse_arguments
 from llava.utils.digests import sampled_digest
 
+CONTENTS = ("pictures", "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures")
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
 
 
@@ -32,7 +31,7 @@ def identity(root: Path, **overrides):
     records = load_records(data_args.data_path)
     eval_records = load_records(data_args.eval_data_path) if data_args.eval_data_path else None
     tokenizer = training_tokenizer(model_args, training_args)
-    return run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
+    return run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
 
 
 def write_pictures(root: Path, kind: str, seed: int) -> dict[str, object]:
@@ -94,26 +93,16 @@ def test_exchanged_files_are_another_run_and_moved_ones_are_not(tiny, tmp_path, 
         return identity(root, **write(root, kind, seed))
 
     before = at(tmp_path / "one", 0)
-    write_identity(tmp_path / "one", before, 4, 24)
+    write_settings(tmp_path / "one", before)
     moved = at(tmp_path / "two", 0)
     assert {name: moved[name] for name in CONTENTS if name in moved} == {
         name: before[name] for name in CONTENTS if name in before
     }
     exchanged = at(tmp_path / "one", 1)
     with pytest.raises(ResumeError) as refusal:
-        check_identity(tmp_path / "one", exchanged, set(), 4)
+        check_settings(tmp_path / "one", exchanged)
     assert f"  {setting}: there {before[setting]!r}, now {exchanged[setting]!r}" in str(refusal.value)
     assert [line.split(":")[0].strip() for line in str(refusal.value).splitlines()[1:-1]] == [setting]
-
-
-def test_a_run_from_before_these_digests_is_continued_and_named(tiny, tmp_path, caplog):
-    now = identity(tiny)
-    (tmp_path / IDENTITY).write_text(
-        json.dumps({"settings": {k: v for k, v in now.items() if k not in CONTENTS}, "step_size": 4, "num_samples": 8})
-    )
-    with caplog.at_level(logging.WARNING):
-        check_identity(tmp_path, now, set(), 4)
-    assert str(tmp_path) in caplog.text and "pictures, language_model_files, vision_tower_files" in caplog.text
 
 
 def test_of_many_records_some_pictures_are_read_and_of_large_files_some_blocks(tiny, tmp_path, monkeypatch):

@@ -24,8 +24,6 @@ REPLACED = {
     "_prepare_inputs": "inputs",
     "_clip_grad_norm": "model",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
-    "_get_output_dir": "trial",
-    "_save_checkpoint": "model trial",
     "_load_from_checkpoint": "resume_from_checkpoint model",
 }
 # Those that it calls.
@@ -72,11 +70,12 @@ CALLS = {
     "_maybe_log_save_evaluate": [
         "self.log(logs, start_time)",
         "self._evaluate(trial, ignore_keys_for_eval)",
+        "self._determine_best_metric(metrics=metrics, trial=trial)",
         "self._save_checkpoint(model, trial)",
+        "self.callback_handler.on_save(self.args, self.state, self.control)",
     ],
     "_evaluate": ["self.evaluate(ignore_keys=ignore_keys_for_eval)"],
     "_save_checkpoint": [
-        "self._get_output_dir(trial=trial)",
         "self.save_model(output_dir, _internal_call=True)",
         "self._save_optimizer_and_scheduler(output_dir)",
         "self._save_rng_state(output_dir)",
@@ -84,7 +83,6 @@ CALLS = {
     ],
     "_finalize_training": [
         "self.log(metrics)",
-        "self._get_output_dir(trial)",
         "self.callback_handler.on_train_end(self.args, self.state, self.control)",
     ],
 }
@@ -108,6 +106,7 @@ PHRASES = {
     "_save_checkpoint": [
         "checkpoint_folder = f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}'",
         "save_total_limit=self.args.save_total_limit",
+        "self.state.best_model_checkpoint = best_checkpoint_dir",
     ],
     "_init_training_state": ["return (epochs_trained, steps_trained_in_current_epoch)"],
     "floating_point_ops": [" in inputs and hasattr(self.model, 'num_parameters')", "inputs[main_input].numel()"],
