@@ -131,8 +131,8 @@ class Supervisor:
                 _say(f"{where}, ended without a message: {cause}")
                 return
         if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
-            text = reports[0].read_text().rstrip()
-            _say(f"the first of {len(reports)} errors in {self.output_dir / FOLDER}:\n{text}")
+            message = reports[0].read_text().partition("\n\n")[0]
+            _say(f"the first of {len(reports)} errors in {self.output_dir / FOLDER}:\n{message}\nmore in {reports[0]}")
 
 
 def release_left() -> None:

@@ -38,7 +38,7 @@ from llava.train.ranks import barrier, from_all, from_first, on_first
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
 from llava.train.telemetry import LOG_FILE
 from llava.utils.digests import bytes_digest
-from llava.utils.failures import clear_reports
+from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json
 from llava.utils.locks import FolderLock
 from llava.utils.provenance import RUN_FILE, differences
@@ -320,7 +320,7 @@ def _start(args: TrainingArguments, settings: Settings) -> Start:
     if start.finished is not None and args.overwrite_output_dir:
         start = Start(replaces=True)
     if start.finished is None:
-        clear_reports(args.output_dir)
+        shutil.rmtree(Path(args.output_dir, FOLDER), ignore_errors=True)  # reports of an earlier start
     return start
 
 

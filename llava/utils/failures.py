@@ -1,16 +1,14 @@
 """Which rank failed first: every rank leaves its error, or where it hangs, in `errors/` of the output folder.
 
-If the user can fix the fault, the report is one line, and a file `.traceback` beside it holds the traceback. One
-failing rank makes the others fail too, later and with messages about lost connections. The reports' names sort by how
-far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it at the end.
+A report holds one line on the rank, the message and the traceback. One failing rank makes the others fail too, later
+and with messages about lost connections. The reports' names sort by how far a rank had come, then by time, so that the
+first one is the cause; `llava.launch` shows its beginning at the end.
 """
 
 import os
 import re
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,9 +27,6 @@ SAVED, UNSAVED = "saved", "unsaved"
 ENDED = "ended"  # a file there once a rank has ended its work, whether well or not
 # In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
-PACKAGE = CODE / "llava"
-# A frame of a printed traceback with the first line of its source, and the marks and further lines below it.
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?: {4}(?P<source>.*)\n)?(?: {4}.*\n)*', re.MULTILINE)
 # Messages of a rank whose peer is gone; at the same progress its report sorts after the peer's own error.
 _LOST_PEER = re.compile("connection (closed|reset)|timed out waiting|socket|broken pipe|NCCL|peer", re.IGNORECASE)
 
@@ -40,8 +35,7 @@ class Watchdog:
     """Ends this process when a step makes no progress for too long.
 
     Args:
-        output_dir: reports go to `errors/` below it, or, if nothing can be written there, to a new temporary folder;
-            None writes no reports.
+        output_dir: reports go to `errors/` below it; None writes no reports.
         rank: this process's rank.
         timeout: seconds without progress, `--hang_timeout`; 0 never ends anything.
     """
@@ -52,54 +46,38 @@ class Watchdog:
         self.step, self.phase, self.since = 0, 0, time.monotonic()
         self.reported = False
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> "Watchdog":
+    def start(self) -> None:
         """Begins to watch; only training is watched, not the loading before it."""
         if self.timeout > 0:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
-            self._thread.start()
-        return self
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def stop(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
 
     def enter(self, phase: str, step: int) -> None:
         """Notes that the rank has reached `phase` after `step` finished steps."""
         self.step, self.phase, self.since = step, PHASES.index(phase), time.monotonic()
 
-    def report(self, text: str, lost_peer: bool, details: str = "") -> None:
-        """Writes `text` to a file whose name sorts by progress, and `details` to a file of their own."""
+    def report(self, message: str, details: str = "", lost_peer: bool = False) -> None:
+        """Writes a file whose name sorts by progress, where the folder can be written."""
         if self.folder is None:
             return
+        where = f"{PHASES[self.phase]} after {self.step} finished steps"
+        header = f"rank {self.rank} on {socket.gethostname()}, process {os.getpid()}, {where}"
+        name = f"{self.step:08d}-{self.phase}-{int(lost_peer)}-{time.time_ns()}-rank{self.rank}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write(self.folder, text, lost_peer, details)
-        except OSError:  # the error to be reported may be that this folder cannot be written
-            self.folder = Path(tempfile.mkdtemp(prefix="llava-errors-"))
-            self._write(self.folder, text, lost_peer, details)
-        self.reported = True
-
-    def _write(self, folder: Path, text: str, lost_peer: bool, details: str) -> None:
-        where = f"{PHASES[self.phase]} after {self.step} finished steps"
-        header = f"rank {self.rank} on {socket.gethostname()}, process {os.getpid()}, {where}\n"
-        file = folder / f"{self.step:08d}-{self.phase}-{int(lost_peer)}-{time.time_ns()}-rank{self.rank}.txt"
-        if details:
-            beside = file.with_suffix(".traceback")
-            beside.write_text(header + details)
-            text += f"\ntraceback: {beside}\n"
-        file.write_text(header + text)
+            (self.folder / name).write_text(f"{header}\n{message}\n\n{details}")
+            self.reported = True
+        except OSError as error:  # the error to be reported may be that this folder cannot be written
+            print(f"rank {self.rank}: its error is not in {self.folder}: {error}", file=sys.stderr, flush=True)
 
     def report_exception(self, error: BaseException) -> None:
-        """Reports an error that ends this rank: one line if the user can fix it, and the traceback."""
-        text, message = "".join(traceback.format_exception(error)), refusal(error)
-        lost_peer = bool(_LOST_PEER.search(str(error)))
-        if message is None:
-            self.report(text, lost_peer)
-        else:
-            self.report(f"error: {message}", lost_peer, details=text)
+        """Reports an error that ends this rank."""
+        message = refusal(error) or traceback.format_exception_only(error)[-1].strip()
+        details = "".join(traceback.format_exception(error))
+        self.report(f"error: {message}", details, lost_peer=bool(_LOST_PEER.search(str(error))))
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.timeout / 4)):
@@ -109,10 +87,10 @@ class Watchdog:
 
     def _end(self, waited: float) -> None:
         stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
-        text = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); its stack traces:\n"
-        text += "\n".join(stacks)
-        self.report(text, lost_peer=False)
-        print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        message = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); its stack traces:\n"
+        message += "--\n".join(stacks)
+        self.report(message)
+        print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(HANG_EXIT_CODE)  # the main thread may be inside a call that never returns
 
 
@@ -126,27 +104,22 @@ def is_of_lost_peer(report: Path) -> bool:
     return report.name.split("-")[2] == "1"
 
 
-def clear_reports(output_dir: str) -> None:
-    """Removes the reports of an earlier start."""
-    shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)
-
-
-# --- what the user can fix --------------------------------------------------------------------------------------------
-
-
 def refusal(error: BaseException) -> str | None:
     """The message for the user if an error is about a flag, file, record or package; None for a bug.
 
-    An error counts as foreseen if a `raise` of this package raised it, in this process or in one that works for it, or
+    An error counts as foreseen if a `raise` of this package raised it, here or in a process that works for this one, or
     if it comes from reading files or importing packages. Any other error needs its traceback.
     """
-    # A process pool's traceback is the cause's, a data loader's worker's is the end of the message.
-    text = getattr(error.__cause__, "tb", "").removesuffix('"""')
-    text = text or "".join(traceback.format_exception(error, chain=False))
-    *_, frame = (None, *_FRAME.finditer(text))
-    if frame and (frame["source"] or "").startswith("raise ") and Path(frame["file"]).resolve().is_relative_to(PACKAGE):
-        return text[frame.end() :].strip().partition(": ")[2]
-    return " ".join(str(error).split()) if isinstance(error, (OSError, ImportError)) else None
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(CODE / "llava")
+    if ours and (frames[-1].line or "").startswith("raise "):
+        return str(error)
+    # A process pool gives the worker's traceback as the cause, a data loader in the message.
+    from_worker = hasattr(error.__cause__, "tb") or "\nOriginal Traceback" in str(error)
+    if isinstance(error, (OSError, ImportError)) or (from_worker and isinstance(error, ValueError)):
+        name = traceback.format_exception_only(error)[0].partition(":")[0]
+        return " ".join(str(error).rpartition(f"\n{name}: ")[2].split())
+    return None
 
 
 def of_flag(error: Exception, argv: list[str]) -> str:

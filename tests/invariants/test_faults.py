@@ -626,9 +626,8 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
     line = error.splitlines()[-1]
     assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
     message = re.match(r"error: (\S+: record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
-    found = reports(tmp_path / "run")
-    assert found[".txt"].splitlines()[1] == f"error: {message}" and len(found[".txt"].splitlines()) == 3
-    assert "Traceback" in found[".traceback"] and found[".traceback"].startswith("rank 0 on ")
+    header, said, _, traceback = reports(tmp_path / "run")[".txt"].split("\n", 3)
+    assert header.startswith("rank 0 on ") and said == f"error: {message}" and traceback.startswith("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -665,14 +664,6 @@ def test_a_bug_shows_its_traceback(tiny, tmp_path, monkeypatch, started):
     status, error = started(flags(tiny, tmp_path, 2))
     assert status == 1 and "Traceback" in error and error.splitlines()[-1].startswith("ValueError: invalid literal")
     assert "Traceback" in reports(tmp_path)[".txt"] and len(reports(tmp_path)) == 1
-
-
-def test_errors_are_reported_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(failures.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    (tmp_path / "file").touch()
-    watch = Watchdog(str(tmp_path / "file"), 0)
-    watch.report_exception(KeyError("why"))
-    assert watch.folder == tmp_path and "KeyError" in next(tmp_path.glob("*.txt")).read_text()
 
 
 def load_nothing(state, path):
