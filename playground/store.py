@@ -1,6 +1,7 @@
 """Complete-or-absent output folders: built next to their place, with a manifest, and renamed once complete."""
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -8,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from llava.utils.files import replace_folder, write_json
+from llava.utils.locks import locked
 from llava.utils.paths import ROOT
 
 MANIFEST = "manifest.json"
@@ -62,7 +62,7 @@ def build(
     without a manifest, which may be the user's own.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(output.with_name(f".{output.name}.lock")):
+    with locked(output.with_name(f".{output.name}.lock"), f"{output}: another process makes it", patience=math.inf):
         if not force and is_complete(output, command, settings):
             print(f"{command}: {output} is complete for these settings, skipped (--force remakes it)")
             return output

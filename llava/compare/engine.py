@@ -10,13 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from llava.analysis.models import NamedModel
 from llava.compare.answers import is_answered
@@ -27,7 +25,7 @@ from llava.launch.command import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
 from llava.launch.settings import OF_ONE_STAGE
-from llava.utils.locks import take
+from llava.utils.locks import locked
 from llava.utils.machine import available_cores
 
 DEMO = "demo"
@@ -235,15 +233,13 @@ def at_work(folder: Path) -> Iterator[int]:
         ValueError: another call, or a training that it left, holds the folder; or it cannot be written.
     """
     descriptors: list[int] = []
-    lock = FileLock(folder / ".lock", on_acquired=descriptors.append)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        take(lock, f"{folder} is in use by another call or by a training that it left", patience=60)
-    except OSError as error:
-        problem = f"{folder} cannot be written: {error.strerror}"
-        raise ValueError(f"{problem}; set OUTPUT_ROOT or --output-dir to another folder") from None
-    try:
-        yield descriptors[0]
-    finally:
-        lock.release()
+    busy = f"{folder} is in use by another call or by a training that it left"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / ".lock", busy, patience=60, on_acquired=descriptors.append))
+        except OSError as error:
+            problem = f"{folder} cannot be written: {error.strerror}"
+            raise ValueError(f"{problem}; set OUTPUT_ROOT or --output-dir to another folder") from None
+        yield descriptors[0] if descriptors else -1

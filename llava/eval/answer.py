@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
 from llava.anyres import Size
 from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.eval.answer_file import complete_windows, read_answers, recorded_count, write_record
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
+from llava.utils.locks import locked
 from llava.utils.paths import checkpoint_name
 from llava.utils.progress import progress
 from llava.utils.versions import EVALUATION, code_digest
@@ -83,11 +82,9 @@ def run(args: argparse.Namespace) -> None:
     part = (args.chunk_idx, args.num_chunks)
     questions = QuestionRecords(args.data, args.image_folder, part)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(args.output.with_name(f".{args.output.name}.lock"), timeout=0):
-            answer_all(questions, args)
-    except Timeout:
-        raise ValueError(f"--output {args.output}: another process writes it") from None
+    lock = args.output.with_name(f".{args.output.name}.lock")
+    with locked(lock, f"--output {args.output}: another process writes it"):
+        answer_all(questions, args)
 
 
 def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:

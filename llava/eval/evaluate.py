@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group, token_fault
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
+from llava.utils.locks import locked
 from llava.utils.paths import WORK, checkpoint_name
 from llava.utils.presentation import format_table
 from llava.utils.versions import EVALUATION, code_digest, git_commit, version_of
@@ -93,11 +92,8 @@ def evaluate(args: argparse.Namespace) -> None:
     args.output_dir = args.output_dir or WORK / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(args.output_dir / ".lock", timeout=0):
-            run_missing(tasks, places, args, start_results(args, settings))
-    except Timeout:
-        raise ValueError(f"{args.output_dir}: another evaluate.sh writes there; give another --output-dir") from None
+    with locked(args.output_dir / ".lock", f"--output-dir {args.output_dir}: another evaluate.sh writes there"):
+        run_missing(tasks, places, args, start_results(args, settings))
 
 
 def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:

@@ -40,7 +40,7 @@ from llava.train.telemetry import LOG_FILE
 from llava.utils.digests import bytes_digest
 from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json
-from llava.utils.locks import FolderLock
+from llava.utils.locks import training_lock
 from llava.utils.provenance import RUN_FILE, differences
 
 logger = logging.getLogger(__name__)
@@ -287,12 +287,9 @@ def held_folder(args: TrainingArguments) -> Iterator[None]:
     Raises:
         InUse: another training holds it; raised on every rank.
     """
-    lock = FolderLock(Path(args.output_dir))
-    try:
-        on_first(lock.acquire)
+    with contextlib.ExitStack() as stack:
+        on_first(lambda: stack.enter_context(training_lock(Path(args.output_dir))))
         yield
-    finally:
-        lock.release()
 
 
 def choose_start(args: TrainingArguments, settings: Settings) -> Start:

@@ -1,4 +1,4 @@
-"""Locks of output folders; a process loses its locks when it ends, however it ends, so nothing is left after a kill.
+"""Locks of files and folders; a process loses its locks when it ends, however it ends, so nothing is left after a kill.
 
 They also hold between nodes, where the shared file system has locks: NFS has them, Lustre if it is mounted so.
 """
@@ -8,8 +8,10 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -21,66 +23,59 @@ class InUse(ValueError):
     """Another process holds the lock."""
 
 
-def take(lock: FileLock, busy: str, patience: float) -> None:
-    """Acquires the lock within `LOCK_SECONDS`, or else `patience` seconds; `busy` says what is in use.
+@contextmanager
+def locked(file: Path, busy: str, patience: float = 0, **options: Any) -> Iterator[None]:
+    """Holds a file's lock, which forked children do not keep; without one, with a warning, if its file system has none.
+
+    Args:
+        busy: says what is in use.
+        patience: seconds to wait for another process, unless `LOCK_SECONDS` says how many.
+        options: of `FileLock`.
 
     Raises:
         InUse: another process still holds it.
-        OSError: the file system has no locks.
+        OSError: the file cannot be written.
     """
+    lock = FileLock(file, thread_local=False, fallback_to_soft=False, **options)
     patience = float(os.environ.get("LOCK_SECONDS", patience))
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"{busy}: waiting up to {patience:g} s for its end", file=sys.stderr, flush=True)
         try:
-            lock.acquire(timeout=patience)
+            lock.acquire(timeout=0)
         except Timeout:
-            raise InUse(f"{busy}; wait for its end") from None
+            if patience:
+                print(f"{busy}: waiting for its end", file=sys.stderr, flush=True)
+            lock.acquire(timeout=patience)
+    except Timeout:
+        raise InUse(f"{busy}; wait for its end, or choose another place") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        problem = f"its file system has no locks ({error.strerror})"
+        print(f"warning: {file.parent}: {problem}, so a second process there would not be noticed", file=sys.stderr)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-class FolderLock:
-    """The lock of a training's output folder. A forked child does not keep it."""
+@contextmanager
+def training_lock(folder: Path) -> Iterator[None]:
+    """Holds a training's output folder, which it makes; the lock's file says who holds it, and is removed at the end.
 
-    def __init__(self, folder: Path):
-        self.folder, self.file = folder, folder / TRAINING_LOCK
-        self._lock = FileLock(self.file, thread_local=False, fallback_to_soft=False)
-        self._made = False
-
-    def acquire(self) -> None:
-        """Takes the lock and leaves in its file who holds it; makes the folder.
-
-        Nothing happens where the folder cannot be written, which a training finds out itself.
-
-        Raises:
-            InUse: another training holds it; the message says which.
-        """
-        with suppress(PermissionError):
-            self._made = not self.folder.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            holder = self.file.read_text(errors="replace") if self.file.exists() else ""
-            busy = f"--output_dir {self.folder}: another training writes there ({holder or 'it has just started'})"
-            try:
-                take(self._lock, busy, patience=10)  # in which a killed training of the same folder is gone
-            except InUse as error:
-                raise InUse(f"{error}, or take another --output_dir") from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                print(
-                    f"warning: {self.folder}: its file system has no locks ({error.strerror}), so that a second "
-                    "training there would not be noticed",
-                    file=sys.stderr,
-                )
-            with suppress(OSError):  # a full disk
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
-                self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
-
-    def release(self) -> None:
-        """Removes the file, and the folder if it was made here and is empty, and lets the lock go."""
-        if self._lock.is_locked:
-            self.file.unlink(missing_ok=True)  # who waits for it finds that it has no name, and opens the next one
-            self._lock.release()
-            if self._made:
+    Raises: as `locked`.
+    """
+    file, made = folder / TRAINING_LOCK, not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = file.read_text(errors="replace") if file.exists() else ""
+    busy = f"--output_dir {folder}: another training writes there ({holder or 'it has just started'})"
+    with locked(file, busy, patience=10):  # in which a killed training of the same folder is gone
+        with suppress(OSError):  # a full disk
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # who waits for it finds that it has no name, and opens the next one
+            if made:
                 with suppress(OSError):
-                    self.folder.rmdir()
+                    folder.rmdir()

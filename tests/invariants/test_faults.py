@@ -34,7 +34,7 @@ from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
 from llava.utils.failures import PHASES, Watchdog
-from llava.utils.locks import FolderLock
+from llava.utils.locks import training_lock
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -344,18 +344,16 @@ def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_p
     for file in (f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("of the training that runs")
-    lock = FolderLock(tmp_path)
-    lock.acquire()
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setenv("LOCK_SECONDS", "0")
-    for more in ({}, {"overwrite_output_dir": True}, {"learning_rate": 8e-3}):
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, tmp_path, 2, **more)])
-        with pytest.raises(SystemExit) as stopped:
-            train_module.main()
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert stopped.value.code == 2 and sorted(tmp_path.rglob("*")) == before
-        assert f"--output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in line
-    lock.release()
+    with training_lock(tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setenv("LOCK_SECONDS", "0")
+        for more in ({}, {"overwrite_output_dir": True}, {"learning_rate": 8e-3}):
+            monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, tmp_path, 2, **more)])
+            with pytest.raises(SystemExit) as stopped:
+                train_module.main()
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+            assert stopped.value.code == 2 and sorted(tmp_path.rglob("*")) == before
+            assert f"--output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in line
 
 
 @pytest.mark.slow
