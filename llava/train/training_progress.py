@@ -3,12 +3,13 @@
 All figures of every step are in `train_log.jsonl`.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 
 from transformers import TrainerCallback
 
 from llava.train.telemetry import logged_names
-from llava.utils.progress import Progress, in_terminal
+from llava.utils.progress import in_terminal, progress
 
 
 class TrainingProgress(TrainerCallback):
@@ -20,7 +21,7 @@ class TrainingProgress(TrainerCallback):
             training.
     """
 
-    progress: Progress  # from `on_train_begin` on
+    bar: progress  # from `on_train_begin` on
 
     def __init__(self, step_size: int, paused_seconds: Callable[[], float] = lambda: 0.0):
         self.step_size, self.paused_seconds = step_size, paused_seconds
@@ -30,10 +31,10 @@ class TrainingProgress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         hidden = not state.is_world_process_zero
         self.paused = self.paused_seconds()
-        self.progress = Progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
+        self.bar = progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
 
     def on_step_end(self, args, state, control, **kwargs):
-        bar = self.progress
+        bar = self.bar
         if bar.disable:  # of another rank
             return
         paused = self.paused_seconds()
@@ -41,21 +42,22 @@ class TrainingProgress(TrainerCallback):
         self.paused = paused
         rate = self.step_size * (state.global_step - bar.initial) / max(bar.format_dict["elapsed"], 1e-9)
         loss = [] if self.loss is None else [f"loss {self.loss:.4g}"]
-        bar.note(", ".join([*loss, f"{rate:.3g} samples/s"]))
+        bar.set_postfix_str(", ".join([*loss, f"{rate:.3g} samples/s"]), refresh=False)
         bar.update(state.global_step - bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        logs = logs or {}
+        logs, lines = logs or {}, []
         self.loss = logs.get("loss", self.loss)
         if "loss" in logs and in_terminal():
-            self.progress.say(f"step {state.global_step}: {main_figures(logs)}")
+            lines.append(main_figures(logs))
         if "eval_loss" in logs:
             results = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}
-            line = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
-            self.progress.say(f"step {state.global_step}: {line}")
+            lines.append(", ".join(f"{name} {value:.4g}" for name, value in results.items()))
+        for line in lines if state.is_world_process_zero else []:
+            self.bar.write(f"step {state.global_step}: {line}", file=sys.stderr)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.progress.close()
+        self.bar.close()
 
 
 def main_figures(logs: Mapping[str, float]) -> str:

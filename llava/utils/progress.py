@@ -7,7 +7,6 @@ from typing import Any
 from tqdm import tqdm
 
 EVERY = 30.0  # seconds between lines: a shorter job says nothing
-_BAR = "{percentage:3.0f}%|{bar}| "
 _COUNT = "{n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
@@ -21,22 +20,20 @@ class _Lines:
 
     def write(self, text: str) -> None:
         if text.strip():
-            print(text.strip(), file=sys.stderr)
+            print(text.strip(), file=sys.stderr, flush=True)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        """Nothing is left to flush."""
 
 
-class Progress(tqdm):
-    """Counts what is done and shows it on stderr; can be iterated over if `of` can.
+class progress(tqdm):
+    """tqdm over `of`, items or their number, on stderr.
 
     Args:
-        of: the items, or their number.
-        desc: the job's name.
         unit: what is counted, in the plural.
-        total: number of items, where `of` is an iterable without a length.
         done: number of items that were done before.
         hidden: shows nothing, as on all ranks but the first.
+        options: of tqdm, such as `total` where `of` is an iterable without a length.
     """
 
     monitor_interval = 0  # no thread that looks after it: it looks at the clock itself, at every item
@@ -47,26 +44,14 @@ class Progress(tqdm):
         desc: str,
         unit: str = "items",
         *,
-        total: float | None = None,
         done: float = 0,
         hidden: bool = False,
+        **options,
     ):
-        items: Any = of if isinstance(of, Iterable) else None
-        shown: dict[str, Any] = {"bar_format": "{desc}: " + _BAR + _COUNT, "dynamic_ncols": True}
+        if not isinstance(of, Iterable):
+            of, options["total"] = None, of
+        shown: dict[str, Any] = {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| " + _COUNT, "dynamic_ncols": True}
         if not in_terminal():
             shown = {"bar_format": "{desc}: " + _COUNT, "file": _Lines(), "mininterval": EVERY, "delay": EVERY}
         shown |= {"unit": unit, "initial": done, "disable": hidden, "miniters": 1, "smoothing": 0}
-        super().__init__(items, desc, total if isinstance(of, Iterable) else of, **shown)
-
-    def note(self, text: str) -> None:
-        """Shows `text`, such as the loss, after the count from now on."""
-        self.set_postfix_str(text, refresh=False)
-
-    def say(self, text: str) -> None:
-        """Prints a separate line above the bar."""
-        if not self.disable:
-            self.write(text, file=sys.stderr)
-            sys.stderr.flush()
-
-
-progress = Progress
+        super().__init__(of, desc, **options, **shown)

@@ -16,7 +16,7 @@ from training import build, flags
 from transformers import ProgressCallback
 
 from llava.train import training_progress
-from llava.utils.progress import Progress, progress
+from llava.utils.progress import progress
 
 SOURCES = [
     path
@@ -47,7 +47,7 @@ def test_nothing_else_in_the_tree_draws_bars():
 
 
 def test_a_line_comes_every_thirty_seconds_and_at_the_end(clock, capsys):
-    with Progress(70, "reading", "files") as bar:
+    with progress(70, "reading", "files") as bar:
         for _ in range(70):
             clock.now += 1
             bar.update()
@@ -60,16 +60,15 @@ def test_a_line_comes_every_thirty_seconds_and_at_the_end(clock, capsys):
 
 def test_a_short_job_says_nothing_and_a_hidden_one_neither(clock, capsys):
     assert list(progress(["a", "b"], "reading")) == ["a", "b"]
-    with Progress(2, "reading", hidden=True) as bar:
+    with progress(2, "reading", hidden=True) as bar:
         clock.now += 100
         bar.update()
-        bar.say("not this")
     assert capsys.readouterr() == ("", "")
 
 
 def test_what_was_done_before_counts_as_done_and_not_as_pace(clock, capsys):
-    bar = Progress(100, "going on", "steps", done=50)
-    bar.note("loss 2.5")
+    bar = progress(100, "going on", "steps", done=50)
+    bar.set_postfix_str("loss 2.5", refresh=False)
     clock.now += 40
     bar.update(10)
     bar.close()
@@ -99,7 +98,7 @@ def test_evaluation_time_counts_neither_for_the_rate_nor_the_time_left(clock, ca
 
 
 def test_an_iterator_that_is_left_early_is_closed(clock, capsys):
-    for item in Progress(iter("abc"), "letters", total=3):
+    for item in progress(iter("abc"), "letters", total=3):
         clock.now += 60
         if item == "b":
             break
