@@ -149,9 +149,8 @@ def fill_in_lengths(lengths, repeating: int) -> None:
     """Makes `lengths` count only the first `repeating` records, and repeat their counts for all others."""
     counted = lengths._counted
 
-    def repeated(*arguments):
-        *what, total = arguments
-        rows = np.concatenate(list(counted(*what, repeating)))
+    def repeated(tokenize, total, show):
+        rows = np.concatenate(list(counted(tokenize, repeating, show)))
         yield np.resize(rows, (total, *rows.shape[1:]))
 
     lengths._counted = repeated

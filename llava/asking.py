@@ -20,7 +20,7 @@ from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokeniz
 from llava.anyres import Picture, Size
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
-from llava.data.checks import Image as Place
+from llava.data.checks import ImagePlace
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids, preprocess
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
     """A question: turns as `Assistant.prompt_ids` takes them, and where the pictures of their placeholders are."""
 
     turns: list[dict[str, str]]
-    pictures: Sequence[Place]
+    pictures: Sequence[ImagePlace]
 
 
 class Assistant(NamedTuple):
@@ -220,7 +220,7 @@ class Assistant(NamedTuple):
 def batch_answers(
     assistant: Assistant,
     questions: Sequence[Asked],
-    open_picture: Callable[[Place], Image.Image],
+    open_picture: Callable[[ImagePlace], Image.Image],
     batch_size: int,
     stop: Callable[[], bool] = lambda: False,
     **options: Any,

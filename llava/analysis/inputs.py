@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import IMAGE_KEYS, Record, starts_from
-from llava.data.checks import Image as Place
+from llava.data.checks import IMAGE_KEYS, ImagePlace, Record, starts_from
 from llava.data.errors import DataError, named_by
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
@@ -305,7 +304,7 @@ def question_and_answer(row: Record, name: str) -> tuple[str, str | None]:
     return "\n".join(part for part in parts if part), None if answer is None else str(answer)
 
 
-def _opened(store: ImageStore, image: Place, name: str) -> Image.Image:
+def _opened(store: ImageStore, image: ImagePlace, name: str) -> Image.Image:
     """A sample's picture in RGB; raises Unreadable if it cannot be read."""
     try:
         return to_rgb(store.open(image))

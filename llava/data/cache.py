@@ -1,6 +1,7 @@
-"""Files derived from the data and kept beside it: made once, by one process, never left half done, and never outdated.
+"""Files derived from the data and kept beside it: made once, by one process, never left half done, never outdated.
 
-A cached file's name carries the hash of the content that it was made from, so a changed source has another name. Ranks
+A cached file's name carries the hash of the content that it was made from, so a changed source has another name.
+`NAME.sha256` beside it holds its own hash, so that a file that was altered or cut off is noticed and made again. Ranks
 meet at a file lock: one makes the file, the others wait and open it; no process group is needed.
 """
 
@@ -12,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from llava.utils.digests import settled_stamp, user_cache
-from llava.utils.files import replacing
+from llava.utils.digests import bytes_digest, content_hash, settled_stamp, user_cache
+from llava.utils.files import replacing, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,7 @@ def writable_folder(folders: list[Path]) -> Path:
 
 
 def made_once(
-    name: str,
-    folders: list[Path],
-    make: Callable[[Path], None],
-    is_whole: Callable[[Path], bool],
-    since: float = 0.0,
+    name: str, folders: list[Path], make: Callable[[Path], None], is_current: Callable[[Path], bool] | None = None
 ) -> Path:
     """The file `name` in the first of `folders` that has it; otherwise it is made in the first that can be written.
 
@@ -59,52 +56,39 @@ def made_once(
         name: the file's name, which carries content, version and kind.
         folders: from `cache_folders`.
         make: writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind.
-        is_whole: whether a cached file is undamaged; a damaged file is made again.
-        since: a file written before this time (seconds since the epoch) is made again too.
+        is_current: whether an undamaged cached file may be used; otherwise it is made again too.
 
     Raises:
         OSError: no folder can be written.
     """
-    if cached := cached_file(name, folders, is_whole, since):
+    if cached := cached_file(name, folders, is_current):
         return cached
     folder = writable_folder(folders)
     target = folder / name
-    with _Waiting(folder / f"{name}.lock"):
-        if not _usable(target, is_whole, since):
+    with FileLock(folder / f"{name}.lock"):
+        if not _usable(target, is_current):
             with replacing(target) as partial:
                 make(partial)
+                write_text(_hash_file(target), bytes_digest(partial))
     return target
 
 
-def cached_file(name: str, folders: list[Path], is_whole: Callable[[Path], bool], since: float = 0.0) -> Path | None:
-    """The undamaged file `name`, written at or after `since`, in the first of `folders` that has it."""
-    return next((folder / name for folder in folders if _usable(folder / name, is_whole, since)), None)
+def cached_file(name: str, folders: list[Path], is_current: Callable[[Path], bool] | None = None) -> Path | None:
+    """The undamaged file `name` in the first of `folders` that has it."""
+    return next((folder / name for folder in folders if _usable(folder / name, is_current)), None)
 
 
-def _usable(path: Path, is_whole: Callable[[Path], bool], since: float) -> bool:
-    if not path.is_file() or path.stat().st_mtime < since:
+def _usable(path: Path, is_current: Callable[[Path], bool] | None) -> bool:
+    if not path.is_file():
         return False
-    if is_whole(path):
-        return True
-    logger.warning("%s is damaged and will be made again", path)
-    return False
+    if not _hash_file(path).is_file() or _hash_file(path).read_text() != content_hash(path):
+        logger.warning("%s is damaged or was altered, and will be made again", path)
+        return False
+    return is_current is None or is_current(path)
 
 
-class _Waiting:
-    """A file lock that logs when it has to wait for another process."""
-
-    def __init__(self, path: Path):
-        self.path, self.lock = path, FileLock(path)
-
-    def __enter__(self) -> None:
-        try:
-            self.lock.acquire(timeout=1)
-        except Timeout:
-            logger.info("waiting for another process, which is making %s", self.path.with_suffix(""))
-            self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+def _hash_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 def stamped_name(source: Path) -> str:

@@ -19,17 +19,12 @@ IMAGE_KEYS = ("image", "images")
 """Names of the field that holds a record's images; both mean the same."""
 TURN_KEYS = ("conversations", "messages", "conversation")
 """Names under which a file may hold a record's turns; the table of records holds them under the first."""
-_READ = {"id", *TURN_KEYS, *IMAGE_KEYS}
+_READ = ("id", *TURN_KEYS, *IMAGE_KEYS)
 _MARKER = re.compile(
     r"</?(?:img|Image|IMAGE)>|<image[_-](?:\d+|token|placeholder)>|<\|(?:image|image_pad|image_\d+|img|vision_start)\|>|\[IMG\]"
     r"|data:image/\w+;base64,"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_PICTURE_KEY = re.compile(
-    r"im(g|age)|(^|[^a-z])pics?\b|picture|photo|jpe?g|png|webp|pixel|video|frame|file_?(name|path)|^(path|url|media)",
-    re.IGNORECASE,
-)
-_PICTURE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|mp4)$", re.IGNORECASE)
 
 
 class RowImage(NamedTuple):
@@ -53,8 +48,8 @@ class PlacedImage(NamedTuple):
         return f"{self.folder}/{self.name}"
 
 
-Image = str | RowImage | PlacedImage
-"""Where a picture is: a path below `--image_folder`, a place in a Parquet file, a path below another folder."""
+ImagePlace = str | RowImage | PlacedImage
+"""Where an image is: a path below `--image_folder`, a place in a Parquet file, a path below another folder."""
 
 
 class Problem(NamedTuple):
@@ -62,6 +57,14 @@ class Problem(NamedTuple):
 
     kind: str
     message: str
+
+
+class Element(NamedTuple):
+    """A record's JSON text, what is wrong with it, and the row of the Parquet file where that holds its images."""
+
+    text: str
+    problem: Problem | None
+    row: int | None = None
 
 
 class RepeatedKeys(dict):
@@ -80,10 +83,10 @@ def record_name(record: object, index: int) -> str:
     return f"record {index}" + (f" (id {identifier!r:.100})" if identifier is not None else "")
 
 
-def record_images(record: Record) -> list[Image]:
+def record_images(record: Record) -> list[ImagePlace]:
     """The record's images, in the order of its placeholders."""
     image = next((record[key] for key in image_keys(record)), [])
-    return [image] if isinstance(image, Image) else image
+    return [image] if isinstance(image, ImagePlace) else image
 
 
 def image_keys(record: Record) -> list[str]:
@@ -91,26 +94,14 @@ def image_keys(record: Record) -> list[str]:
     return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
 
 
-def unread_keys(record: Record) -> dict[str, object]:
-    """The fields of a record that nothing here reads, with their values; those of turns as `conversations.NAME`."""
-    fields = {key: value for key, value in record.items() if key not in _READ and value is not None}
+def unread_keys(record: Record) -> list[str]:
+    """The fields of a record that nothing here reads; those of its turns as `conversations.NAME`."""
+    unread = [key for key, value in record.items() if key not in _READ and value is not None]
     turns = record.get("conversations")
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict) and len(turn) > 2:
-            fields |= {f"conversations.{key}": turn[key] for key in turn if key not in ("from", "value")}
-    return fields
-
-
-def unread_pictures(record: Record) -> list[str]:
-    """The names of unread fields that look as if they held the record's pictures."""
-    return [key for key, value in unread_keys(record).items() if value is not None and _is_like_picture(key, value)]
-
-
-def _is_like_picture(key: str, value: object) -> bool:
-    first = value[0] if isinstance(value, list) and value else value
-    if isinstance(first, str) and _PICTURE_FILE.search(first):
-        return True
-    return bool(first) and isinstance(first, (str, dict)) and _PICTURE_KEY.search(key) is not None
+            unread += [f"conversations.{key}" for key in turn if key not in ("from", "value")]
+    return list(dict.fromkeys(unread))
 
 
 def record_problem(record: object) -> Problem | None:
@@ -121,21 +112,35 @@ def record_problem(record: object) -> Problem | None:
         return Problem("json", "a key occurs twice; write every key once")
     conversations = record.get("conversations")
     if not isinstance(conversations, list) or not conversations:
-        return Problem("schema", f"expected a non-empty list under {_found_instead(record)}")
+        key = next((key for key in TURN_KEYS if key in record), None)
+        names = f"'conversations' or 'messages'; the record has {_listed(list(record)) or 'no keys'}"
+        found = names if key is None else f"{key!r}, found {record[key]!r:.80}"
+        return Problem("schema", f"expected a non-empty list under {found}")
     for number, turn in enumerate(conversations):
         if problem := _turn_problem(turn):
             return Problem(problem.kind, f"turn {number}: {problem.message}")
     if len(keys := image_keys(record)) > 1:
         return Problem("schema", "images under 'image' and under 'images'; keep one of the two")
     images = record_images(record)
-    if not isinstance(images, list) or not all(isinstance(name, Image) for name in images):
+    if not isinstance(images, list) or not all(isinstance(name, ImagePlace) for name in images):
         return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
     if fault := next(filter(None, map(_path_fault, images)), None):
         return Problem("schema", f"{keys[0]!r}: {fault}")
-    return placeholder_problem(record)
+    return placeholder_problem(record, images)
 
 
-def _path_fault(image: Image) -> str | None:
+def _turn_problem(turn: object) -> Problem | None:
+    if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+        forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
+        return Problem("schema", f"expected {forms}, found {turn!r:.80}")
+    if isinstance(turn, RepeatedKeys):
+        return Problem("json", "a key occurs twice; write every key once")
+    if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
+        return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer accepts")
+    return None
+
+
+def _path_fault(image: ImagePlace) -> str | None:
     """What keeps a text from being a picture's path, or None."""
     if not isinstance(image, str):
         return None
@@ -154,9 +159,12 @@ def other_marker(text: str) -> str | None:
     return match and match.group()
 
 
-def placeholder_problem(record: Record) -> Problem | None:
-    """What is wrong with the number of placeholders in a record that is well-formed otherwise, or None."""
-    images = record_images(record)
+def placeholder_problem(record: Record, images: list[ImagePlace]) -> Problem | None:
+    """What is wrong with the number of placeholders in a record that is well-formed otherwise, or None.
+
+    Args:
+        images: `record_images(record)`.
+    """
     count = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in record["conversations"])
     if count == len(images):
         return None
@@ -164,33 +172,16 @@ def placeholder_problem(record: Record) -> Problem | None:
     markers = (marker for turn in record["conversations"] if (marker := other_marker(turn["value"])))
     if count < len(images) and (marker := next(markers, None)):
         advice = f"; {marker!r} is only text here: write {DEFAULT_IMAGE_TOKEN} in its place"
-    elif not images and (names := unread_pictures(record)):
-        advice = f"; {_listed(names)} {'is' if len(names) == 1 else 'are'} not read: the picture belongs under 'image'"
     elif not images:
-        advice = f" under 'image'; add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise where it is only a word"
+        unread = f" (not read: {_listed(names)})" if (names := unread_keys(record)) else ""
+        advice = (
+            f" under 'image'{unread}; add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise where it is only a word"
+        )
     return Problem("placeholders", f"{count} {DEFAULT_IMAGE_TOKEN} placeholders but {len(images)} images{advice}")
-
-
-def _found_instead(record: Record) -> str:
-    """The end of the message about a record without turns: what it has instead."""
-    if key := next((key for key in TURN_KEYS if key in record), None):
-        return f"{key!r}, found {record[key]!r:.80}"
-    return f"'conversations' or 'messages'; the record has {_listed(list(record)) or 'no keys'}"
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"{name!r:.40}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
-
-
-def _turn_problem(turn: object) -> Problem | None:
-    if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-        forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
-        return Problem("schema", f"expected {forms}, found {turn!r:.80}")
-    if isinstance(turn, RepeatedKeys):
-        return Problem("json", "a key occurs twice; write every key once")
-    if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
-        return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer accepts")
-    return None
 
 
 def starts_from(path: str | Path) -> str:
@@ -208,8 +199,6 @@ def text_problem(text: str) -> Problem | None:
     if len(text) > LONGEST_RECORD:
         return Problem("text", f"{len(text):,} characters of JSON; expected at most {LONGEST_RECORD:,}")
     if not text.isascii() and (surrogate := _SURROGATE.search(text)):
-        byte = ord(surrogate.group()) & 0xFF
-        return Problem(
-            "text", f"not UTF-8: byte 0x{byte:02x} after {text[max(0, surrogate.start() - 30) : surrogate.start()]!r}"
-        )
+        byte, before = ord(surrogate.group()) & 0xFF, text[max(0, surrogate.start() - 30) : surrogate.start()]
+        return Problem("text", f"not UTF-8: byte 0x{byte:02x} after {before!r}")
     return None

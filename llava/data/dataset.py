@@ -17,19 +17,17 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from llava.anyres import CropRules, Picture, Size
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
-from llava.data.checks import Image as Place
-from llava.data.checks import placeholder_problem
+from llava.data.checks import ImagePlace, Record, placeholder_problem, record_images
 from llava.data.images import ImageError, ImageStore
-from llava.data.lengths import Tokenization, image_sizes, lengths_from_counts, token_counts, whole_lengths
+from llava.data.lengths import Tokenization, lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import TokenizedSample, preprocess
-from llava.data.records import Record, record_images
-from llava.data.table import name_of
+from llava.data.table import RecordTable, name_of
 from llava.data.turns import LabelMasking, check_has_image
 from llava.mm_utils import process_prompt_images
 
 logger = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class Sample(TypedDict, total=False):
@@ -121,58 +119,48 @@ class LazySupervisedDataset(Dataset):
             item["labels"], item["index"] = torch.full_like(item["labels"], IGNORE_INDEX), index
             return item
         record = self.records[index]
-        sample = self._tokenize(record, index)
+        places = record_images(record)
+        sample = self._tokenize(record, places, index)
         images: list[Image.Image] = []
         pictures: list[Picture] = []
         visual_tokens = self.num_visual_tokens
-        rules = self._rules_for(record)
-        if rules is not None:  # the sample's length depends on the picture's size
-            images = [self._open_image(record_images(record)[0], index)]
-            pictures = [rules.picture(images[0].size)]
-            visual_tokens = rules.visual_tokens(pictures[0])
+        if self.crop_rules is not None and len(places) == 1:  # the sample's length depends on the picture's size
+            images = [self._named_errors(self.images.open, places[0], index)]
+            pictures = [self.crop_rules.picture(images[0].size)]
+            visual_tokens = self.crop_rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
         item: Sample = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
         # A cut may remove placeholders, and their images with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
-            names = record_images(record)
-            images = images or [self._open_image(name, index) for name in names[:num_images]]
+            images = images or [self._named_errors(self.images.open, place, index) for place in places[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
             assert self.image_processor is not None  # None goes with text-only data
-            pixels = process_prompt_images(images, self.image_processor, self.image_config, len(names))
+            pixels = process_prompt_images(images, self.image_processor, self.image_config, len(places))
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
 
-    def _rules_for(self, record: Record) -> CropRules | None:
-        """The rules that cut the record's picture into crops; None where it is not cut."""
-        return self.crop_rules if len(record_images(record)) == 1 else None
-
     def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
-        return self._tokenize(self.records[index], index)
+        record = self.records[index]
+        return self._tokenize(record, record_images(record), index)
 
     def token_ids(self, index: int) -> torch.Tensor:
         """Token ids [S] of one record, not yet cut."""
         return self.tokenize(index).input_ids
 
-    def _tokenize(self, record: Record, index: int) -> TokenizedSample:
-        num_images = len(record_images(record))
+    def _tokenize(self, record: Record, places: list[ImagePlace], index: int) -> TokenizedSample:
         try:
-            if problem := placeholder_problem(record):
+            if problem := placeholder_problem(record, places):
                 raise ValueError(problem.message)
-            check_has_image(self.template, bool(num_images))
-            sample = preprocess(
-                record["conversations"],
-                self.tokenizer,
-                self.template,
-                label_masking=self.label_masking,
-                has_image=bool(num_images),
-            )
+            check_has_image(self.template, bool(places))
+            options = {"label_masking": self.label_masking, "has_image": bool(places)}
+            sample = preprocess(record["conversations"], self.tokenizer, self.template, **options)
         except ValueError as error:
             raise ValueError(f"{name_of(self.records, index)}: {error}") from error
-        if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != num_images:
-            raise ValueError(f"{name_of(self.records, index)}: {num_images} images, but {written} places for them")
+        if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != len(places):
+            raise ValueError(f"{name_of(self.records, index)}: {len(places)} images, but {written} places for them")
         return sample
 
     def _cut(self, sample: TokenizedSample, index: int, num_visual_tokens: int) -> TokenizedSample:
@@ -191,12 +179,9 @@ class LazySupervisedDataset(Dataset):
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _open_image(self, image: Place, index: int) -> Image.Image:
-        return self._named_errors(self.images.open, image, index)
-
-    def _named_errors(self, read: Callable[[Place], Found], image: Place, index: int) -> Found:
+    def _named_errors(self, read: Callable[[ImagePlace], Value], place: ImagePlace, index: int) -> Value:
         try:
-            return read(image)
+            return read(place)
         except ImageError as error:
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
             raise kind(f"{name_of(self.records, index)}: {error}") from error
@@ -207,18 +192,14 @@ class LazySupervisedDataset(Dataset):
         return token_counts(self.records, self.token_ids, settings, self.show_progress)
 
     def image_sizes(self) -> np.ndarray:
-        """Width and height of every sample's picture, int32 [N, 2]; zeros where no picture is cut into crops."""
-
-        def place() -> str:  # replaced pictures are checked again, and so measured again
-            return f"{self.images.identity()} {getattr(self.records, 'checked_at', None)}"
-
-        return image_sizes(self.records, self._image_size, place, self.show_progress)
+        """Width and height of every sample's only picture, int32 [N, 2], as the preflight found them; else zeros."""
+        if isinstance(self.records, RecordTable) and self.records.sizes:
+            return np.load(self.records.sizes, mmap_mode="r")[self.records.used]
+        return np.array([self._image_size(index) for index in range(len(self))], np.int32).reshape(-1, 2)
 
     def _image_size(self, index: int) -> tuple[int, int]:
-        record = self.records[index]
-        if self._rules_for(record) is None:
-            return 0, 0
-        return self._named_errors(self.images.size, record_images(record)[0], index)
+        places = record_images(self.records[index])
+        return self._named_errors(self.images.size, places[0], index) if len(places) == 1 else (0, 0)
 
     def visual_tokens(self) -> int | np.ndarray:
         """Visual tokens of each image of a sample: one number for all samples, or one for every sample [N]."""

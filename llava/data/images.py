@@ -10,18 +10,17 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from llava.data.checks import Image as Place
-from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
+from llava.data.checks import ImagePlace, PlacedImage, Problem, RowImage, starts_from
 from llava.data.errors import DataError, named_by
-from llava.data.row_images import RowReader
+from llava.data.parquet_files import RowReader
 from llava.data.zip_files import ZipMembers
-from llava.utils.digests import bytes_digest, file_stamp, remembered_digest
+from llava.utils.digests import bytes_digest, remembered_digest
 from llava.utils.pixels import (
     check_header,
     dark_levels,
@@ -86,21 +85,13 @@ class ImageStore:
             for other in others
             if other is not None
         }
-        self._places = list(others)
-
-    @property
-    def is_archive(self) -> bool:
-        """Whether no picture can be a separate file."""
-        return self.archive is not None and all(other.is_archive for other in self.others.values())
 
     def identity(self) -> str:
         """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
         own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
-        return "; ".join(
-            [own, self.orientation, *(other and self.others[other].identity() or "own" for other in self._places)]
-        )
+        return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
 
-    def content(self, images: Iterable[Place], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
+    def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
 
         Of a zip file the checksums of all members count, of a picture in a row the `shard_digest` of its Parquet file.
@@ -110,7 +101,7 @@ class ImageStore:
             digest.update(f"{self._content(image, shard_digest)};".encode())
         return digest.hexdigest()[:16]
 
-    def _content(self, image: Place, shard_digest: Callable[[Path], str]) -> str:
+    def _content(self, image: ImagePlace, shard_digest: Callable[[Path], str]) -> str:
         if isinstance(image, PlacedImage):
             return self.others[image.folder]._content(image.name, shard_digest)
         if isinstance(image, RowImage):
@@ -118,25 +109,11 @@ class ImageStore:
         if self.archive:
             return f"{image} {self.archive.content()}"
         try:
-            return f"{image} {bytes_digest(Path(self._file(image)))}"
+            return f"{image} {bytes_digest(Path(str(self._source(image))))}"
         except ImageError as error:
             return f"{image} {error.problem.kind}"
 
-    def folders(self, images: Iterable[Place]) -> set[str]:
-        """The folders of the images that are files of their own, below the image folder; absolute for other folders."""
-        own = set() if self.archive else {os.path.dirname(name) for name in images if isinstance(name, str)}
-        placed = [image for image in images if isinstance(image, PlacedImage) and not self.others[image.folder].archive]
-        return own | {os.path.dirname(os.path.abspath(str(image))) for image in placed}
-
-    def folder_stamps(self, folders: Iterable[str]) -> dict[str, list[int] | None]:
-        """The stamp of each folder, which changes when a file in it is added, removed or renamed; None without one."""
-        stamps: dict[str, list[int] | None] = dict.fromkeys(folders)
-        for name in stamps:
-            with suppress(OSError, ValueError):
-                stamps[name] = file_stamp(self.root / name)
-        return stamps
-
-    def open(self, image: Place) -> Image.Image:
+    def open(self, image: ImagePlace) -> Image.Image:
         """The picture, decoded, with levels of 8 bits; of an animated picture, the first frame.
 
         Raises:
@@ -145,7 +122,7 @@ class ImageStore:
         with self._header(image) as picture:
             return decoded(picture, self.orientation)
 
-    def size(self, image: Place) -> tuple[int, int]:
+    def size(self, image: ImagePlace) -> tuple[int, int]:
         """Width and height of the picture that `open` gives, from its header alone.
 
         Raises:
@@ -154,23 +131,24 @@ class ImageStore:
         with self._header(image) as picture:
             return upright_size(picture, self.orientation)
 
-    def check(self, image: Place, full_decode: bool = False) -> Problem | None:
-        """What is wrong with a picture, by its header or by decoding it, or else the first warning about it.
+    def check(self, image: ImagePlace, full_decode: bool = False) -> tuple[tuple[int, int], Problem | None]:
+        """The size of a picture, and what is wrong with it, by its header or by decoding it, or the first warning.
 
         Only the message of a fault names the picture.
         """
         try:
             with self._header(image) as picture:
-                return self._warning(picture, full_decode)
+                return upright_size(picture, self.orientation), self._warning(picture, full_decode)
         except ImageError as error:
-            return error.problem
+            return (0, 0), error.problem
 
     def _warning(self, picture: Image.Image, full_decode: bool) -> Problem | None:
         if full_decode or has_wide_levels(picture):  # few have; only their levels show what becomes of them
             decoded(picture, self.orientation)
         late = picture.format == "PNG" and "exif" not in picture.info  # a search behind the pixels would decode them
         if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
-            return Problem("turned", f"it is used as stored, not turned by its EXIF orientation {number}")
+            advice = "--image_orientation exif turns it upright"
+            return Problem("turned", f"it is used as stored, not by its EXIF orientation {number}; {advice}")
         if fault := dark_levels(picture):
             return Problem("dark", fault)
         if getattr(picture, "is_animated", False):
@@ -178,7 +156,7 @@ class ImageStore:
         return None
 
     @contextmanager
-    def _header(self, image: Place) -> Iterator[Image.Image]:
+    def _header(self, image: ImagePlace) -> Iterator[Image.Image]:
         if isinstance(image, PlacedImage):
             with self.others[image.folder]._header(image.name) as picture:
                 yield picture
@@ -193,61 +171,47 @@ class ImageStore:
     def _source(self, image: str | RowImage) -> str | BytesIO:
         try:
             if isinstance(image, RowImage):
-                return self._bytes(image, self._rows.read(image))
-            if self.archive is None:
+                data = self._rows.read(image)
+            elif self.archive is None:
                 return self._file(image)
-            size = self.archive.size(image) or 0
-            if size > LARGEST_FILE:
+            elif (size := self.archive.size(image) or 0) > LARGEST_FILE:
                 raise OSError(f"{size:,} bytes once unpacked; expected at most {LARGEST_FILE:,}")
-            return self._bytes(image, self.archive.read(image))
+            else:
+                data = self.archive.read(image)
+            if not data:
+                raise OSError("it has no bytes")
+            return BytesIO(data)
         except FileNotFoundError:
-            raise self._missing(image) from None
+            example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
+            where = "" if self.archive else starts_from(self.root)
+            message = f"image {self.name(image)} does not exist{where}; check {self.setting} and the record{example}"
+            raise ImageError("image_missing", message) from None
         except OSError as error:
             raise self._unreadable(image, str(error)) from error
-
-    def _bytes(self, image: str | RowImage, data: bytes) -> BytesIO:
-        if not data:
-            raise self._unreadable(image, "it has no bytes")
-        return BytesIO(data)
 
     def _file(self, name: str) -> str:
         path = os.path.join(self.root, name)
         try:
             target = os.path.abspath(path) if self.follow_links else os.path.realpath(path)
             root = os.path.abspath(self.root) if self.follow_links else self._real_root
-            if os.path.commonpath([root, target]) != root:
-                raise self._outside(name, target)
-            status = os.stat(path)
-        except FileNotFoundError:
-            raise self._missing(name) from None
-        except ImageError:
-            raise
-        except (OSError, ValueError) as error:  # a name that no file can have
-            raise self._unreadable(name, str(error)) from error
+            status = os.stat(path) if os.path.commonpath([root, target]) == root else None
+        except ValueError as error:  # a name that no file can have
+            raise OSError(str(error)) from error
+        if status is None:
+            raise ImageError(
+                "image_outside",
+                f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
+                "holds all images, links resolved, or give a mixture's entries folders of their own",
+            )
         if not stat.S_ISREG(status.st_mode):
-            raise self._unreadable(name, "not a regular file")
+            raise OSError("not a regular file")
         if not 0 < status.st_size <= LARGEST_FILE:
-            raise self._unreadable(name, f"{status.st_size:,} bytes; expected 1 to {LARGEST_FILE:,}")
+            raise OSError(f"{status.st_size:,} bytes; expected 1 to {LARGEST_FILE:,}")
         return path
 
-    def name(self, image: Place) -> str:
+    def name(self, image: ImagePlace) -> str:
         """What messages call a picture."""
         return str(image) if not isinstance(image, str) else f"{os.path.join(self.root, image)!s:.500}"
-
-    def _missing(self, image: str | RowImage) -> ImageError:
-        example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
-        return ImageError(
-            "image_missing",
-            f"image {self.name(image)} does not exist{'' if self.archive else starts_from(self.root)}; check "
-            f"{self.setting} and the record{example}",
-        )
-
-    def _outside(self, name: str, target: str) -> ImageError:
-        return ImageError(
-            "image_outside",
-            f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
-            "holds all images, links resolved, or give a mixture's entries folders of their own",
-        )
 
     def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
         return ImageError("image_unreadable", f"image {self.name(image)} cannot be decoded ({fault:.500})")
@@ -277,13 +241,8 @@ def decoded(picture: Image.Image, orientation: str = "stored") -> Image.Image:
     return upright(to_rgb(picture) if has_wide_levels(picture) else picture, orientation)
 
 
-_formats: tuple[str, ...] = ()
-
-
+@functools.cache
 def _known_formats() -> tuple[str, ...]:
     """Those of `_FORMATS` that this Pillow was built with."""
-    global _formats
-    if not _formats:
-        Image.init()
-        _formats = tuple(name for name in _FORMATS if name in Image.OPEN)
-    return _formats
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)

@@ -1,7 +1,5 @@
 """Lengths of all samples: every record is tokenised once, by all cores, and the counts stay on disk beside the data.
 
-Where the visual tokens depend on a picture's size, the sizes are read from the headers and kept in the same way.
-
 The stored counts give the length for any number of visual tokens and any maximum, so a change of tower or
 `--model_max_length` needs no new measurement. Other records, another tokenizer, template or label masking, or other
 code that turns text into ids, do need one.
@@ -10,10 +8,9 @@ Shapes: N samples, V visual tokens per image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -36,7 +33,6 @@ from llava.mm_utils import expanded_length
 from llava.utils.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
-State = TypeVar("State")
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
@@ -97,68 +93,29 @@ def token_counts(
         settings: what decides the ids, besides the records.
         show_progress: whether measuring shows a progress bar.
     """
-    count = partial(_counted, _count, tokenize, "measuring lengths", show_progress)
-    return _measured(records, 3, lambda: f"{settings.digest()[:16]}.counts", count)
-
-
-def image_sizes(
-    records: Sequence[Record],
-    size_of: Callable[[int], tuple[int, int]],
-    settings: Callable[[], str],
-    show_progress: bool,
-) -> np.ndarray:
-    """Width and height of every sample's picture, int32 [N, 2]; zeros where `size_of` gives zeros.
-
-    Args:
-        records, show_progress: see `token_counts`; the sizes are cached as the counts are.
-        size_of: gives width and height for the sample with an index; it is sent to other processes.
-        settings: gives a text that identifies where the pictures come from.
-    """
-    count = partial(_counted, _measure, size_of, "measuring pictures", show_progress)
-    return _measured(records, 2, lambda: f"{sha256(settings().encode()).hexdigest()[:16]}.sizes", count)
-
-
-def _measured(
-    records: Sequence[Record], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
-) -> np.ndarray:
-    """What `count` gives for all records [N, width]; for a `RecordTable` from a cached file, whose name has `name`."""
     total = len(records)
     if not isinstance(records, RecordTable):
-        return np.array([row for rows in count(total) for row in rows], np.int32).reshape(-1, width)
-    is_whole = partial(_is_whole, shape=(total, width))
-    write = partial(_write, count, (total, width))
-    return np.load(made_once(f"{records.key[:16]}.{name()}.npy", records.folders, write, is_whole), mmap_mode="r")
+        return np.array([row for rows in _counted(tokenize, total, show_progress) for row in rows], np.int32)
+
+    def write(target: Path) -> None:
+        counts = np.lib.format.open_memmap(target, "w+", np.int32, (total, 3))
+        done = 0
+        for rows in _counted(tokenize, total, show_progress):
+            counts[done : done + len(rows)] = rows
+            done += len(rows)
+        counts.flush()
+
+    name = f"{records.key[:16]}.{settings.digest()[:16]}.counts.npy"
+    return np.load(made_once(name, records.folders, write), mmap_mode="r")
 
 
-def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
-    try:
-        return np.load(path, mmap_mode="r").shape == shape
-    except (OSError, ValueError, EOFError):
-        return False
-
-
-def _write(count: Callable[[int], Iterator[np.ndarray]], shape: tuple[int, int], target: Path) -> None:
-    counts = np.lib.format.open_memmap(target, "w+", np.int32, shape)
-    done = 0
-    for rows in count(shape[0]):
-        counts[done : done + len(rows)] = rows
-        done += len(rows)
-    counts.flush()
-
-
-def _counted(
-    function: Callable[[State, range], np.ndarray], state: State, title: str, show: bool, total: int
-) -> Iterator[np.ndarray]:
-    """Yields what `function` finds, piece by piece, in order; on all cores of this process, if that is worth it."""
+def _counted(tokenize: Tokenize, total: int, show: bool) -> Iterator[np.ndarray]:
+    """Yields the counts piece by piece, in order; measured on all cores of this process, if that is worth it."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
-    with progress(total, title, "records", hidden=not show) as bar:
-        for rows in in_processes(function, state, pieces, worth=total >= _WORTH_PROCESSES):
+    with progress(total, "measuring lengths", "records", hidden=not show) as bar:
+        for rows in in_processes(_count, tokenize, pieces, worth=total >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))
-
-
-def _measure(size_of: Callable[[int], tuple[int, int]], indices: range) -> np.ndarray:
-    return np.array([size_of(index) for index in indices], np.int32)
 
 
 def _count(tokenize: Tokenize, indices: range) -> np.ndarray:

@@ -5,7 +5,6 @@ or with `from` and `value`; or TRL's `prompt` and `completion`, both lists of me
 becomes. A record in LLaVA's form stays as it is; a record of neither form is left to `llava.data.checks`.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
@@ -25,12 +24,6 @@ class _Fault(ValueError):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
         self.problem = Problem(kind, message)
-
-
-def holds_turns(names: Iterable[str]) -> bool:
-    """Whether a record with fields of these names has turns, in any form."""
-    names = set(names)
-    return not names.isdisjoint(TURN_KEYS) or names.issuperset(TURN_PAIR)
 
 
 def as_record(element: object) -> tuple[Any, Problem | None]:

@@ -16,7 +16,6 @@ import logging
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Hashable
 from dataclasses import dataclass
 from glob import glob
 from hashlib import sha256
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
+from llava.data.checks import PlacedImage, Record, image_keys, record_images, starts_from
 from llava.data.errors import DataError
 from llava.data.table import RecordTable, SourceCounts
 
@@ -100,15 +99,9 @@ class MixedTable(RecordTable):
     def image_folders(self) -> list[str | None]:
         return [entry.image_folder for entry in self.mixture.entries]
 
-    def source_number(self, index: int) -> int:
-        return self._number(self.position(index))
-
-    def _number(self, index: int) -> int:
-        return bisect_right(self.starts, index) - 1
-
     def record(self, index: int) -> Record:
         record = super().record(index)
-        folder = self.image_folders[self._number(index)]
+        folder = self.image_folders[bisect_right(self.starts, index) - 1]
         return record if folder is None else _placed(record, folder)
 
     def epoch(self) -> "MixedTable":
@@ -176,28 +169,12 @@ def source_lines(records: RecordTable) -> list[str]:
 
 def _placed(record: Record, folder: str) -> Record:
     """`record` with its images below `folder` in place of the run's image folder."""
-    keys = image_keys(record)
-
-    def place(image: Image) -> Image:
-        return PlacedImage(folder, image) if isinstance(image, str) else image
-
-    return record | {keys[0]: [place(image) for image in record_images(record)]} if keys else record
+    keys, images = image_keys(record), record_images(record)
+    placed = [PlacedImage(folder, image) if isinstance(image, str) else image for image in images]
+    return record | {keys[0]: placed} if keys else record
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that refuses a key that occurs twice, where YAML's own loader takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                fault = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, fault, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def read_mixture(path: Path, seed: int) -> Mixture:
@@ -216,73 +193,68 @@ def read_mixture(path: Path, seed: int) -> Mixture:
         raise DataError(path, f"expected a list of data sets under 'datasets', found {content!r:.80}")
     if unknown := [key for key in content if key not in ("datasets", "epoch_samples")]:
         raise DataError(path, f"unknown key {unknown[0]!r}; expected datasets, epoch_samples")
-    entries = tuple(_entry(path, number, entry) for number, entry in enumerate(content["datasets"]))
-    for number, entry in enumerate(entries):
-        if (first := [other.name for other in entries].index(entry.name)) != number:
-            problem = f"has the name of entry {first}; give them names under 'name'"
-            raise DataError(entry_name(path, number, entry.name), problem)
-        if (entry.weight is None) != (entries[0].weight is None):
-            without = number if entry.weight is None else 0
-            named = entry_name(path, without, entries[without].name)
-            raise DataError(named, "has no 'weight', but others have; give all a weight, or none")
-    epoch_samples = content.get("epoch_samples")
-    if epoch_samples is not None and (not _is_whole(epoch_samples) or epoch_samples < 1):
-        raise DataError(path, f"'epoch_samples' is {epoch_samples!r}; expected a number of 1 or more")
-    if epoch_samples is not None and entries[0].weight is None:
+    entries: list[Entry] = []
+    for number, fields in enumerate(content["datasets"]):
+        name = fields.get("name") or fields.get("json_path") if isinstance(fields, dict) else None
+        try:
+            entries.append(_entry(path, fields, entries))
+        except ValueError as error:
+            raise DataError(entry_name(path, number, name), str(error)) from None
+    samples = content.get("epoch_samples")
+    if samples is not None and not (type(samples) is int and samples > 0):
+        raise DataError(path, f"'epoch_samples' is {samples!r}; expected a number of 1 or more")
+    if samples is not None and entries[0].weight is None:
         raise DataError(path, "'epoch_samples' needs a 'weight' in every entry")
-    return Mixture(path, entries, epoch_samples, seed)
+    return Mixture(path, tuple(entries), samples, seed)
 
 
 def _parsed(path: Path) -> object:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(path, f"no such file{starts_from(path)}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise DataError(f"{path}{where}", f"not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(path, f"not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _entry(path: Path, number: int, entry: object) -> Entry:
-    if not isinstance(entry, dict):
-        raise DataError(entry_name(path, number), f"expected a mapping with 'json_path', found {entry!r:.80}")
-    named = entry_name(path, number, entry.get("name") or entry.get("json_path"))
-    if unknown := [key for key in entry if key not in _KEYS]:
-        raise DataError(named, f"unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
+def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
+    """The entry with these `fields`, which comes after those `before`; raises ValueError where they are wrong."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a mapping with 'json_path', found {fields!r:.80}")
+    if unknown := [key for key in fields if key not in _KEYS]:
+        raise ValueError(f"unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
     for key in ("json_path", "image_folder", "name"):
-        if (key == "json_path" or entry.get(key) is not None) and not (isinstance(entry.get(key), str) and entry[key]):
-            raise DataError(named, f"{key!r} is {entry.get(key)!r:.80}; expected a text")
-    weight = entry.get("weight")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (is_number and 0 < weight < math.inf):
-        raise DataError(named, f"'weight' is {weight!r:.80}; expected a number above 0")
-    folder = entry.get("image_folder")
-    if folder is not None:
-        folder = _place(path, folder)
-        if not Path(folder).exists():
-            raise DataError(named, f"image_folder {folder}: no such folder or zip file{starts_from(folder)}")
-    if entry["json_path"].endswith(MIXTURES):
-        raise DataError(named, "a mixture in a mixture; name its data sets here instead")
-    data_path = ",".join(_place(path, part.strip()) for part in entry["json_path"].split(","))
-    name = entry.get("name") or Path(entry["json_path"]).stem
-    return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
+        value = fields.get(key)
+        if (key == "json_path" or value is not None) and not (isinstance(value, str) and value):
+            raise ValueError(f"{key!r} is {value!r:.80}; expected a text")
+    weight, folder = fields.get("weight"), fields.get("image_folder")
+    if weight is not None and not (type(weight) in (int, float) and 0 < weight < math.inf):
+        raise ValueError(f"'weight' is {weight!r:.80}; expected a number above 0")
+    if before and (weight is None) != (before[0].weight is None):
+        raise ValueError("has no 'weight', but others have, or the reverse; give all a weight, or none")
+    if folder is not None and not Path(folder := _place(path, folder)).exists():
+        raise ValueError(f"image_folder {folder}: no such folder or zip file{starts_from(folder)}")
+    if fields["json_path"].endswith(MIXTURES):
+        raise ValueError("a mixture in a mixture; name its data sets here instead")
+    data_path = ",".join(_place(path, part.strip()) for part in fields["json_path"].split(","))
+    name = fields.get("name") or Path(fields["json_path"]).stem
+    if name in (names := [entry.name for entry in before]):
+        raise ValueError(f"has the name of entry {names.index(name)}; give them names under 'name'")
+    return Entry(data_path, name, _sampling(fields.get("sampling_strategy", "all")), weight, folder)
 
 
-def _sampling(named: str, strategy: object) -> Sampling:
+def _sampling(strategy: object) -> Sampling:
     if strategy == "all":
         return Sampling()
     match = _STRATEGY.fullmatch(strategy) if isinstance(strategy, str) else None
     if match is None:
         expected = "expected all, first:N, end:N or random:N, N a number or a percentage as in random:25%"
-        raise DataError(named, f"'sampling_strategy' is {strategy!r:.80}; {expected}")
+        raise ValueError(f"'sampling_strategy' is {strategy!r:.80}; {expected}")
     number, is_share = float(match[2]), bool(match[3])
     if is_share and not 0 < number <= 100:
-        raise DataError(named, f"'sampling_strategy' is {strategy!r}; expected a percentage above 0 and up to 100")
+        raise ValueError(f"'sampling_strategy' is {strategy!r}; expected a percentage above 0 and up to 100")
     if not is_share and (number < 1 or number != int(number)):
-        raise DataError(named, f"'sampling_strategy' is {strategy!r}; expected a whole number of 1 or more")
+        raise ValueError(f"'sampling_strategy' is {strategy!r}; expected a whole number of 1 or more")
     return Sampling(match[1], number, is_share)
 
 
@@ -293,10 +265,6 @@ def _place(path: Path, name: str) -> str:
     if here and there and Path(name).resolve() != Path(beside).resolve():
         logger.warning("%s: %s is taken from the working directory %s, not %s", path, name, Path.cwd(), beside)
     return name if here or not there else beside
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def entry_name(path: Path, number: int, name: object = None) -> str:

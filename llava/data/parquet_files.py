@@ -3,30 +3,34 @@
 Columns: `conversations` (list of structs with `from` and `value`) or chat messages (`llava.data.messages`); optionally
 `id`, `image` (or `images`) and further columns of text, numbers or booleans. `image` is a struct of `bytes` and `path`
 (as the `datasets` library writes it), bytes, a path, or a list of any of these; null or an empty list means text only.
+
+A row's bytes cannot be reached without reading the pages before it in its row group, so shards for training should have
+row groups of a few tens of MB at most (100 rows, the `datasets` library's choice for images).
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Record, RowImage, record_problem, shown_text, text_problem
+from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Element, Record, RowImage, record_problem, shown_text, text_problem
 from llava.data.errors import DataError
-from llava.data.json_files import Element
 from llava.data.messages import TURN_PAIR, as_record
 
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
-Value = TypeVar("Value")
-_TURN_FIELDS = (("from", "value"), ("role", "content"))
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
+_BUFFER = 1 << 20
+_OPEN_SHARDS = 8
 
 
 def read_rows(path: Path, text_columns: list[str] | None = None) -> Iterator[Element]:
@@ -43,14 +47,13 @@ def read_rows(path: Path, text_columns: list[str] | None = None) -> Iterator[Ele
         with pq.ParquetFile(path) as file:
             image = image_leaf(file, path)
             columns = _text_columns(file.schema_arrow, path) if text_columns is None else text_columns
-            unread = dict.fromkeys(_unread(file.schema_arrow), "a column of another type")
             start = 0
             for group in range(file.num_row_groups):
-                rows = yield from _group_rows(file, group, columns, image, start, unread)
+                rows = yield from _group_rows(file, group, columns, image, start)
                 if rows != file.metadata.row_group(group).num_rows:
-                    raise DataError(path, lost_rows(group, rows, file))
-                start += file.metadata.row_group(group).num_rows
-    except (pa.ArrowException, OSError) as error:
+                    raise DataError(path, _lost_rows(group, rows, file))
+                start += rows
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(path, f"cannot be read as Parquet ({error})") from error
 
 
@@ -68,13 +71,11 @@ def parquet_digest(path: Path) -> str:
             footer = int.from_bytes(raw.read(4), "little") + 8
             raw.seek(-footer, 2)
             digest.update(raw.read(footer))
-            for group in range(file.num_row_groups):
-                for number in range(file.metadata.num_columns):
-                    column = file.metadata.row_group(group).column(number)
-                    if column.path_in_schema != image:
-                        offsets = (column.dictionary_page_offset, column.data_page_offset)
-                        raw.seek(min(offset for offset in offsets if offset is not None))
-                        digest.update(raw.read(column.total_compressed_size))
+            for column in _column_chunks(file):
+                if column.path_in_schema != image:
+                    offsets = (column.dictionary_page_offset, column.data_page_offset)
+                    raw.seek(min(offset for offset in offsets if offset is not None))
+                    digest.update(raw.read(column.total_compressed_size))
     except DataError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -86,24 +87,21 @@ def largest_image_group(path: Path) -> int:
     """Bytes of the images in the row group of a shard that has most of them; 0 without images."""
     with pq.ParquetFile(path) as file:
         image = image_leaf(file, path)
-        groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
-        columns = (group.column(number) for group in groups for number in range(file.metadata.num_columns))
-        return max((c.total_uncompressed_size for c in columns if c.path_in_schema == image), default=0)
+        return max((c.total_uncompressed_size for c in _column_chunks(file) if c.path_in_schema == image), default=0)
+
+
+def _column_chunks(file: pq.ParquetFile) -> Iterator[pq.ColumnChunkMetaData]:
+    for group in range(file.num_row_groups):
+        for number in range(file.metadata.num_columns):
+            yield file.metadata.row_group(group).column(number)
 
 
 def unread_columns(path: Path) -> tuple[list[str], int]:
-    """The columns of a shard that nothing reads, also those within `conversations`, and the number of its rows."""
+    """The columns of a shard whose type nothing reads, and the number of its rows."""
     with pq.ParquetFile(path) as file:
-        return _unread(file.schema_arrow), file.metadata.num_rows
-
-
-def lost_rows(group: int, rows: int, file: pq.ParquetFile) -> str:
-    """The problem of a row group that has fewer rows than the footer says: a damaged page was passed over."""
-    expected = file.metadata.row_group(group).num_rows
-    return (
-        f"row group {group} has {rows} rows, but the footer says {expected}; the file is damaged: fetch or write it "
-        "again"
-    )
+        read = (*turn_columns(file.schema_arrow), *IMAGE_KEYS)
+        odd = [f.name for f in file.schema_arrow if f.name not in read and not _is_simple(f.type)]
+        return odd, file.metadata.num_rows
 
 
 def with_row_images(record: Record, shard: str, row: int) -> Record:
@@ -125,7 +123,7 @@ def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
         raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}")
     for name in turns:
         fields = _turn_fields(schema, name)
-        if not any(_is_text(fields.get(role)) and _is_content(fields.get(text)) for role, text in _TURN_FIELDS):
+        if not ({"from", "value"} <= fields.keys() or {"role", "content"} <= fields.keys()):
             raise DataError(
                 path,
                 f"column {name!r} is {schema.field(name).type}; expected a list of structs of the texts 'from' and "
@@ -142,48 +140,38 @@ def turn_columns(schema: pa.Schema) -> list[str]:
 
 
 def _turn_fields(schema: pa.Schema, name: str) -> dict[str, pa.DataType]:
+    """The fields of a column's turns that hold texts or lists of parts; empty if it is no list of structs."""
     kind = schema.field(name).type
-    turn = kind.value_type if _is_list(kind) else None
-    if turn is None or not types.is_struct(turn):
+    if not _is_list(kind) or not types.is_struct(kind.value_type):
         return {}
-    return {turn.field(i).name: turn.field(i).type for i in range(turn.num_fields)}
+    return {field.name: field.type for field in kind.value_type if _is_text(field.type) or _is_list(field.type)}
 
 
-def _is_content(kind: pa.DataType | None) -> bool:
-    """Whether a turn's field holds texts, or lists of parts."""
-    return _is_text(kind) or kind is not None and _is_list(kind) and types.is_struct(kind.value_type)
-
-
-def _is_llavas(schema: pa.Schema, name: str) -> bool:
-    """Whether a column holds turns in LLaVA's form; of such turns further fields are not read."""
-    fields = _turn_fields(schema, name)
-    texts = _is_text(fields.get("from")) and _is_text(fields.get("value"))
-    return name == "conversations" and texts and "role" not in fields
-
-
-def _unread(schema: pa.Schema) -> list[str]:
-    turns = turn_columns(schema)
-    named = [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and not types.is_null(f.type)]
-    fields = [name for turn in turns if _is_llavas(schema, turn) for name in _turn_fields(schema, turn)]
-    return [name for name in named if not _is_simple(schema.field(name).type)] + [
-        f"conversations.{name}" for name in fields if name not in ("from", "value")
-    ]
-
-
-def _is_text(kind: pa.DataType | None) -> bool:
-    return kind is not None and (types.is_string(kind) or types.is_large_string(kind))
+def _is_text(kind: pa.DataType) -> bool:
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def _is_simple(kind: pa.DataType) -> bool:
     return _is_text(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    return types.is_binary(kind) or types.is_large_binary(kind)
-
-
 def _is_list(kind: pa.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind)
+
+
+def _image_column(schema: pa.Schema, path: Path) -> tuple[str, pa.DataType] | None:
+    """The name of the images' column, and the type of an image in it.
+
+    Raises:
+        ValueError: there are two such columns.
+    """
+    names = [name for name in IMAGE_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
+    if len(names) > 1:
+        raise DataError(path, "columns 'image' and 'images'; keep the one that holds the images")
+    if not names:
+        return None
+    kind = schema.field(names[0]).type
+    return names[0], kind.value_type if _is_list(kind) else kind
 
 
 def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
@@ -192,26 +180,15 @@ def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
     Raises:
         ValueError: the images' column has a type that cannot hold images, or there are two such columns.
     """
-    name = _image_column(file.schema_arrow, path)
-    if name is None:
+    column = _image_column(file.schema_arrow, path)
+    if column is None or _is_text(column[1]) or types.is_null(column[1]):
         return None
-    kind = file.schema_arrow.field(name).type
-    single = kind.value_type if _is_list(kind) else kind
-    if _is_bytes(single):
-        return _leaf(file, name, "")
-    if types.is_struct(single) and _has_field(single, "bytes", _is_bytes):
-        return _leaf(file, name, ".bytes")
-    if _is_text(single) or types.is_null(single):
-        return None
-    expected = "a struct of 'bytes' and 'path', bytes, a path, or a list of these"
-    raise DataError(path, f"column {name!r} is {kind}; expected {expected}")
-
-
-def _image_column(schema: pa.Schema, path: Path | str) -> str | None:
-    names = [name for name in IMAGE_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
-    if len(names) > 1:
-        raise DataError(path, "columns 'image' and 'images'; keep the one that holds the images")
-    return names[0] if names else None
+    name, kind = column
+    holder = kind.field("bytes").type if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
+    if not (types.is_binary(holder) or types.is_large_binary(holder)):
+        expected = "a struct of 'bytes' and 'path', bytes, a path, or a list of these"
+        raise DataError(path, f"column {name!r} is {file.schema_arrow.field(name).type}; expected {expected}")
+    return _leaf(file, name, "" if holder is kind else ".bytes")
 
 
 def _leaf(file: pq.ParquetFile, name: str, end: str) -> str:
@@ -219,59 +196,52 @@ def _leaf(file: pq.ParquetFile, name: str, end: str) -> str:
     return next(leaf for leaf in leaves if (leaf == name or leaf.startswith(f"{name}.")) and leaf.endswith(end))
 
 
-def _path_leaf(file: pq.ParquetFile, name: str) -> str | None:
-    kind = file.schema_arrow.field(name).type
-    single = kind.value_type if _is_list(kind) else kind
-    return _leaf(file, name, ".path") if types.is_struct(single) and _has_field(single, "path", _is_text) else None
-
-
-def _has_field(struct: pa.StructType, name: str, is_right: Callable[[pa.DataType], bool]) -> bool:
-    return struct.get_field_index(name) >= 0 and is_right(struct.field(name).type)
+def _path_leaf(file: pq.ParquetFile, name: str, kind: pa.DataType) -> str | None:
+    """The column of the images' paths beside their bytes."""
+    return _leaf(file, name, ".path") if types.is_struct(kind) and kind.get_field_index("path") >= 0 else None
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _group_rows(
-    file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int, unread: dict[str, str]
+    file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int
 ) -> Generator[Element, None, int]:
     """Yields the records of a row group, and returns how many rows were read."""
-    name = _image_column(file.schema_arrow, "")
-    names_leaf = _path_leaf(file, name) if name and image else name
-    held = _with_bytes(file, group, name, image) if name and image else None
-    if held is not None and len(held) != file.metadata.row_group(group).num_rows:
-        return len(held)
-    read = columns + ([names_leaf] if names_leaf else [])
-    turns = [column for column in columns if column in turn_columns(file.schema_arrow)]
+    column = _image_column(file.schema_arrow, Path())
+    name, paths, held = None, None, None
+    if column and image:
+        name, paths = column[0], _path_leaf(file, *column)
+        held = _with_bytes(file, group, name, image, paths)
+        if len(held) != file.metadata.row_group(group).num_rows:
+            return len(held)
+    elif column:
+        name = paths = column[0]
+    turns = turn_columns(file.schema_arrow)
     done = 0
-    for batch in file.iter_batches(_ROWS, row_groups=[group], columns=read, use_threads=False):
-        fields = {column: _values(batch.column(column)) for column in columns if column not in turns}
-        fields |= {column: _conversations(batch.column(column), column, file.schema_arrow) for column in turns}
-        names = _names(batch.column(name)) if names_leaf else [None] * len(batch)
+    for batch in file.iter_batches(
+        _ROWS, row_groups=[group], columns=columns + [paths] * bool(paths), use_threads=False
+    ):
+        fields = {c: _turns(batch.column(c)) if c in turns else batch.column(c).to_pylist() for c in columns}
+        names = _names(batch.column(name)) if name and paths else [None] * len(batch)
         for index in range(len(batch)):
-            row = done + index
             record = {column: values[index] for column, values in fields.items()}
-            images, with_bytes = _row_images(names[index], held and held[row])
+            images, with_bytes = _row_images(names[index], held and held[done + index])
             if images is not None:
                 record["image"] = images
-            yield _element(record, start + row if with_bytes else None, unread)
+            yield _element(record, start + done + index if with_bytes else None)
         done += len(batch)
     return done
 
 
-def _element(record: Record, row: int | None, unread: dict[str, str]) -> Element:
+def _element(record: Record, row: int | None) -> Element:
     """The element of a row's record, in LLaVA's form; `row` is the row's number if it holds images itself."""
     whole, problem = as_record(record if row is None else with_row_images(record, "", row))
     if problem is None:
-        record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | _without_bytes(record)
+        images = {"image": record["image"]} if "image" in record else {}
+        record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | images
     text = json.dumps(record, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
-    problem = problem or text_problem(text) or record_problem(whole | unread if unread else whole)
-    return Element(shown_text(text), problem, row)
-
-
-def _without_bytes(record: Record) -> Record:
-    """The images' field as the table holds it for a row that holds their bytes."""
-    return {"image": record["image"]} if "image" in record else {}
+    return Element(shown_text(text), problem or text_problem(text) or record_problem(whole), row)
 
 
 def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
@@ -282,86 +252,134 @@ def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
     return (None, True) if held else (names, False)
 
 
+def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str, paths: str | None) -> list[Any]:
+    """Which images of a row group are bytes, True or False, or a list of these; bytes are read only if need be."""
+    metadata = file.metadata.row_group(group)
+    columns = (metadata.column(number) for number in range(metadata.num_columns))
+    statistics = next(column.statistics for column in columns if column.path_in_schema == image)
+    nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
+    if not _is_list(file.schema_arrow.field(name).type) and nulls in (0, metadata.num_rows):
+        return [nulls == 0] * metadata.num_rows
+    if nulls is not None and paths:
+        # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
+        valid = _valid(file.read_row_group(group, columns=[paths], use_threads=False).column(name).combine_chunks())
+        if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
+            return valid
+    batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False)
+    return [row for batch in batches for row in _valid(batch.column(0), "bytes")]
+
+
+def _valid(column: pa.Array, field: str = "") -> list[Any]:
+    """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
+    if _is_list(column.type):
+        return _lists(_valid(column.flatten(), field), column)
+    return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
+
+
 def _names(column: pa.Array) -> list[Any]:
     """The paths of every row's images: one, a list of them, or None."""
     if _is_list(column.type):
         return _lists(_names(column.flatten()), column)
-    return _values(pc.struct_field(column, "path") if types.is_struct(column.type) else column)
+    return (pc.struct_field(column, "path") if types.is_struct(column.type) else column).to_pylist()
 
 
-def _lists(values: list[Value], column: pa.Array) -> list[list[Value] | None]:
+def _turns(column: pa.Array) -> list[Any]:
+    """The turns of every row; fields of text are read as flat lists, which is ten times as fast as nested ones."""
+    if not _is_list(column.type) or not types.is_struct(column.type.value_type):
+        return column.to_pylist()
+    turns = column.flatten()
+    names = [field.name for field in turns.type]
+    values = zip(*(pc.struct_field(turns, name).to_pylist() for name in names), strict=True)
+    return _lists([dict(zip(names, turn, strict=True)) for turn in values], column)
+
+
+def _lists(values: list[Any], column: pa.Array) -> list[Any]:
     """The flat values of a column of lists, as lists."""
     ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
     spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)
     return [values[start:stop] if valid else None for (start, stop), valid in spans]
 
 
-def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list[bool | list[bool] | None]:
-    """Which images of a row group are bytes; the bytes are read only if the footer leaves that open.
+def _lost_rows(group: int, rows: int, file: pq.ParquetFile) -> str:
+    """The problem of a row group that has fewer rows than the footer says: a damaged page was passed over."""
+    expected = f"the footer says {file.metadata.row_group(group).num_rows}"
+    return f"row group {group} has {rows} rows, but {expected}; the file is damaged: fetch or write it again"
 
-    Returns:
-        Per row, whether it holds bytes; where the column holds lists, a list of this, or None for null.
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+class LostRows(ValueError):
+    """A row group has fewer rows than its footer says, so that a row may have come in the place of another."""
+
+
+class RowReader:
+    """Reads image bytes of rows; rows that follow each other in a shard are read in one go.
+
+    Keeps some shards open, and holds the bytes of a few rows. Pickling keeps neither.
     """
-    metadata = file.metadata.row_group(group)
-    columns = (metadata.column(number) for number in range(file.metadata.num_columns))
-    statistics = next(column.statistics for column in columns if column.path_in_schema == image)
-    nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
-    is_list = _is_list(file.schema_arrow.field(name).type)
-    if not is_list and nulls in (0, metadata.num_rows):
-        return [nulls == 0] * metadata.num_rows
-    if nulls is not None and (path := _path_leaf(file, name)):
-        # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
-        valid = _valid(file.read_row_group(group, columns=[path], use_threads=False).column(name).combine_chunks())
-        if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
-            return valid
-    valid: list[bool | list[bool] | None] = []
-    for batch in file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False):
-        valid += _valid(batch.column(0), "bytes")
-    return valid
 
+    def __init__(self) -> None:
+        self._shards: OrderedDict[str, tuple[pq.ParquetFile, str, list[int]]] = OrderedDict()
+        self._group: tuple[str, int] | None = None
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._held: pa.Array | None = None
+        self._first = 0  # row of the first held value
 
-def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
-    """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
-    if _is_list(column.type):
-        valid: list[Any] = _lists(_valid(column.flatten(), field), column)
-        return valid
-    return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
+    def __getstate__(self) -> dict[str, object]:
+        return {}
 
+    def __setstate__(self, _: dict[str, object]) -> None:
+        self.__init__()
 
-def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, str]] | None]:
-    """The turns of every row; flat lists of texts are ten times as fast as nested ones."""
-    if not _is_llavas(schema, name):
-        return _values(column)
-    turns = column.flatten()
-    speakers, texts = (_values(pc.struct_field(turns, name)) for name in ("from", "value"))
-    flat = [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=True)]
-    return _lists(flat, column)
+    def read(self, image: RowImage) -> bytes:
+        """The bytes of the image in its row.
 
+        Raises:
+            OSError: the shard cannot be read, or the row holds no bytes.
+            LostRows: rows are missing in its row group.
+        """
+        try:
+            value = self._find(image)
+        except Exception as error:  # pyarrow raises whatever damaged bytes lead it to
+            self._forget(image.shard)
+            if isinstance(error, (OSError, LostRows)):
+                raise
+            raise OSError(str(error) or "the shard has changed") from error
+        if value is None:
+            raise OSError("the row holds no bytes")
+        return value
 
-def _values(column: pa.Array) -> list[Any]:
-    """The column's values; texts that are not UTF-8 come as the JSON reader gives them."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return _decoded(column.cast(_with_bytes_for_text(column.type)).to_pylist())
+    def _find(self, image: RowImage) -> bytes | None:
+        file, leaf, starts = self._shard(image.shard)
+        group = bisect_right(starts, image.row) - 1
+        behind = self._group == (image.shard, group) and image.row >= self._first
+        if not behind:
+            self._batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[leaf], use_threads=False)
+            self._group, self._held, self._first = (image.shard, group), None, starts[group]
+        while self._held is None or image.row - self._first >= len(self._held):
+            self._first += 0 if self._held is None else len(self._held)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise LostRows(f"{image.shard}: {_lost_rows(group, self._first - starts[group], file)}")
+            self._held = batch.column(0)
+        value = self._held[image.row - self._first].as_py()
+        value = value if image.number is None else value[image.number]
+        return value.get("bytes") if isinstance(value, dict) else value
 
+    def _forget(self, path: str) -> None:
+        """Closes a shard: after an error its reader continues past the damage, as if the rows there were the next."""
+        self._group, self._held, self._batches = None, None, iter(())
+        if path in self._shards:
+            self._shards.pop(path)[0].close()
 
-def _with_bytes_for_text(kind: pa.DataType) -> pa.DataType:
-    """The same type with bytes in place of all texts."""
-    if _is_text(kind):
-        return pa.large_binary() if types.is_large_string(kind) else pa.binary()
-    if types.is_struct(kind):
-        return pa.struct([field.with_type(_with_bytes_for_text(field.type)) for field in kind])
-    if _is_list(kind):
-        item = kind.value_field.with_type(_with_bytes_for_text(kind.value_type))
-        return pa.large_list(item) if types.is_large_list(kind) else pa.list_(item)
-    return kind
-
-
-def _decoded(value: Any) -> Any:
-    """`value` with all bytes in it as text; bytes that are not UTF-8 come as the JSON reader gives them."""
-    if isinstance(value, dict):
-        return {name: _decoded(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_decoded(inner) for inner in value]
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+    def _shard(self, path: str) -> tuple[pq.ParquetFile, str, list[int]]:
+        if path not in self._shards:
+            # Pages are read one after the other: a whole row group of images may exceed a worker's share of memory.
+            file = pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+            rows = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+            self._shards[path] = file, image_leaf(file, Path(path)) or "image", list(accumulate(rows, initial=0))
+            if len(self._shards) > _OPEN_SHARDS:
+                self._shards.popitem(last=False)[1][0].close()
+        self._shards.move_to_end(path)
+        return self._shards[path]

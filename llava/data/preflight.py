@@ -7,31 +7,18 @@ faults.
 """
 
 import argparse
-import math
 import sys
 import time
 
-from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
 from llava.conversation import get_template
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
-from llava.data.preflight_manifest import (
-    FAULTS,
-    MOST_FOLDERS,
-    WARNINGS,
-    Manifest,
-    Rules,
-    fault_kinds,
-    preflight,
-    unread_fields,
-    usable_records,
-    when,
-)
+from llava.data.preflight_manifest import Manifest, Rules, fault_kinds, preflight, unread_fields, warning_kinds, when
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
-from llava.utils.commands import Parser, exit_status, whole
+from llava.utils.commands import Parser, exit_status
 from llava.utils.pixels import ORIENTATIONS
 
 _SHOWN = 10
@@ -65,22 +52,6 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
         "--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training (default stored)"
     )
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
-    parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
-    parser.add_argument(
-        "--model_max_length", type=whole(1), default=2048, help="longest sample in tokens, for that count"
-    )
-    parser.add_argument(
-        "--num_visual_tokens",
-        type=whole(1),
-        default=729,
-        help="for that count: visual tokens of a crop, after the projector",
-    )
-    parser.add_argument("--image_aspect_ratio", help="for that count: as in training")
-    parser.add_argument("--image_grid_pinpoints", help="with anyres: as in training")
-    parser.add_argument("--mm_patch_merge_type", default="flat", help="with anyres: as in training (default flat)")
-    parser.add_argument(
-        "--crop_side", type=whole(1), default=384, help="with anyres: pixels of the vision tower's square"
-    )
 
 
 def show(args: argparse.Namespace) -> int:
@@ -101,20 +72,11 @@ def show(args: argparse.Namespace) -> int:
             f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random; "
             "docs/data.md writes them again with small ones"
         )
-    if args.model_name_or_path:
-        print(length_report(args, usable_records(table, manifest, "skip", ""), images))
-    print(f"checked   {when(manifest)}" + (remembered(manifest) if manifest.checked < started else ""))
+    print(
+        f"checked   {when(manifest)}" + (", remembered; --recheck checks again" if manifest.checked < started else "")
+    )
     print(f"manifest  {path}")
     return int(bool(manifest.faults))
-
-
-def remembered(manifest: Manifest) -> str:
-    """What the report adds about the result of an earlier start."""
-    if manifest.folders is None:
-        what = f"; pictures in more than {MOST_FOLDERS:,} folders were not looked at again"
-    else:
-        what = "; no file was added to the pictures' folders or taken away since" if manifest.folders else ""
-    return f", remembered{what}; --recheck checks again"
 
 
 def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
@@ -127,12 +89,10 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
         f"faults    {fault_kinds(manifest) or 'none'}",
     ]
     for kind, findings in manifest.faults.items():
-        lines += [f"  {kind}: {FAULTS[kind]}", *(f"    {text}" for _, text in findings[:shown])]
-    lines.append(
-        "warnings  " + (", ".join(f"{findings['count']:,} {k}" for k, findings in manifest.warnings.items()) or "none")
-    )
+        lines += [f"  {kind}:", *(f"    {text}" for _, text in findings[:shown])]
+    lines.append(f"warnings  {warning_kinds(manifest) or 'none'}")
     for kind, findings in manifest.warnings.items():
-        lines += [f"  {kind}: {WARNINGS[kind]}", *(f"    {text}" for _, text in findings["first"][:shown])]
+        lines += [f"  {kind}:", *(f"    {text}" for _, text in findings[:shown])]
     if manifest.unread:
         lines.append(f"not read  {unread_fields(manifest)}")
     return "\n".join(lines)
@@ -144,38 +104,6 @@ def _sources(table: RecordTable) -> str:
         return "\n".join(["sources", *(f"  {line}" for line in source_lines(table.epoch()))])
     except ValueError as error:
         return f"sources   {error}"
-
-
-def length_report(args: argparse.Namespace, table: RecordTable, images: ImageStore) -> str:
-    """A line that says how many samples are longer than `--model_max_length`; measures lengths that are not cached."""
-    from llava.data.dataset import LazySupervisedDataset
-    from llava.mm_utils import load_tokenizer
-
-    tokenizer = load_tokenizer(args.model_name_or_path, model_max_length=args.model_max_length, padding_side="right")
-    rules = _crop_rules(args)
-    dataset = LazySupervisedDataset(
-        table, tokenizer, args.version, None, images, "square", rules.visual_tokens(Picture()), args.model_max_length,
-        label_masking=args.label_masking, crop_rules=rules,
-    )  # fmt: skip
-    lengths = dataset.whole_lengths()
-    longer = int((lengths > args.model_max_length).sum())
-    return (
-        f"lengths   {longer:,} of {len(lengths):,} samples are longer than {args.model_max_length:,} tokens and are "
-        f"cut; the longest has {lengths.max():,}"
-    )
-
-
-def _crop_rules(args: argparse.Namespace) -> CropRules:
-    """The training's crop rules, for a tower whose visual tokens are its patches."""
-    grids = args.image_grid_pinpoints if is_anyres(args.image_aspect_ratio) else None
-    return CropRules(
-        args.num_visual_tokens,
-        math.isqrt(args.num_visual_tokens),
-        args.crop_side,
-        args.image_aspect_ratio,
-        args.mm_patch_merge_type,
-        () if grids is None else parse_pinpoints(grids, args.crop_side),
-    )
 
 
 if __name__ == "__main__":

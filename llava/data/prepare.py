@@ -2,7 +2,7 @@
 
     python -m llava.data.prepare llava-558k       stage 1: LLaVA-558K, chat JSON and images.zip
     python -m llava.data.prepare llava-665k       stage 2: LLaVA-1.5's 665,298 records, and where their pictures are
-    python -m llava.data.prepare llava-next       stage 2: LLaVA-NeXT's 779,289 rows in 250 Parquet shards, or raw JSON
+    python -m llava.data.prepare llava-next       stage 2: LLaVA-NeXT's 779,289 rows in 250 Parquet shards
     python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
 
 Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
@@ -18,9 +18,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from llava.data.checks import record_images, starts_from
 from llava.data.errors import named_by
 from llava.data.preflight import add_flags, show
@@ -31,38 +28,34 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
-class Files:
-    """The files that together make up the data, below the folder.
+class Source:
+    """A data set of the hub.
 
     Args:
+        repository: its name.
         data: pattern of the records' files.
-        images: the first of these that exists holds the images; empty where rows hold them.
-        rows: the number of rows that there must be, where files tell it without being read.
-    """
-
-    data: str
-    images: tuple[str, ...] = ()
-    rows: int | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data set of the hub, and the files in which it may be on disk; the first of `choices` is downloaded.
-
-    `pictures` says, by folder, where its records' pictures come from; the image folder is then the folder itself.
+        images: the first of these that exists holds the images; empty where rows hold them. The first is downloaded.
+        folder: where the scripts expect it.
+        script: the stage that trains on it, and `version` its template there.
+        records: how many there are.
+        pictures: by folder, where its records' pictures come from; the image folder is then the folder itself.
     """
 
     repository: str
-    patterns: tuple[str, ...]
-    choices: tuple[Files, ...]
+    data: str
+    images: tuple[str, ...]
     folder: str
     script: str
     version: str
     records: int
     pictures: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The files that are downloaded."""
+        return (self.data, *(name for name in self.images[:1] if not self.pictures))
 
-LLAVA_NEXT_RECORDS = 779_289
+
 LLAVA_665K = (
     ("coco/train2017", "http://images.cocodataset.org/zips/train2017.zip"),
     ("gqa/images", "https://downloads.cs.stanford.edu/nlp/data/gqa/images.zip"),
@@ -75,8 +68,8 @@ LLAVA_665K = (
 SOURCES = {
     "llava-558k": Source(
         "liuhaotian/LLaVA-Pretrain",
-        ("blip_laion_cc_sbu_558k.json", "images.zip"),
-        (Files("blip_laion_cc_sbu_558k.json", ("images.zip", "images")),),
+        "blip_laion_cc_sbu_558k.json",
+        ("images.zip", "images"),
         "playground/data/LLaVA-Pretrain",
         "pretrain",
         "plain",
@@ -84,8 +77,8 @@ SOURCES = {
     ),
     "llava-665k": Source(
         "liuhaotian/LLaVA-Instruct-150K",
-        ("llava_v1_5_mix665k.json",),
-        (Files("llava_v1_5_mix665k.json", (".",)),),
+        "llava_v1_5_mix665k.json",
+        (".",),
         "playground/data/LLaVA-Instruct-150K",
         "finetune",
         "v1",
@@ -94,15 +87,12 @@ SOURCES = {
     ),
     "llava-next": Source(
         "lmms-lab/LLaVA-NeXT-Data",
-        ("data/*.parquet",),
-        (
-            Files("data/*.parquet", rows=LLAVA_NEXT_RECORDS),
-            Files("llava_next_raw_format/llava_next_raw_format_processed.json", ("llava_next_raw_format",)),
-        ),
+        "data/*.parquet",
+        (),
         "playground/data/LLaVA-NeXT-Data",
         "finetune",
         "qwen_1_5",
-        LLAVA_NEXT_RECORDS,
+        779_289,
     ),
 }
 
@@ -155,38 +145,36 @@ def prepare(args: argparse.Namespace) -> int:
 
 def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | None]:
     """`--data_path` and `--image_folder` of a source, which is downloaded to `folder` unless it is complete there."""
-    for files in source.choices:
-        if not missing(files, folder):
-            return _paths(files, folder)
-    if local_only:
-        faults = "; or ".join(", ".join(missing(files, folder)) for files in source.choices)
-        where = starts_from(folder)
-        raise FileNotFoundError(f"--folder {folder}{where}: missing {faults}; without --local_only they are downloaded")
-    download(source, folder)
-    if left := missing(source.choices[0], folder):
-        raise ValueError(
-            f"--folder {folder}: after the download of {source.repository} still missing {', '.join(left)}"
-        )
-    return _paths(source.choices[0], folder)
+    if lacking := missing(source, folder):
+        if local_only:
+            where = f"--folder {folder}{starts_from(folder)}: missing {', '.join(lacking)}"
+            raise FileNotFoundError(f"{where}; without --local_only it is downloaded")
+        download(source, folder)
+        if lacking := missing(source, folder):
+            where = f"--folder {folder}: after the download of {source.repository} still"
+            raise ValueError(f"{where} missing {', '.join(lacking)}")
+    data, images = folder / source.data, _images(source, folder)
+    return str(data.parent if "*" in data.name else data), images and str(images)
 
 
-def missing(files: Files, folder: Path) -> list[str]:
-    """What `folder` lacks: files, shards of a numbered set, images.
+def missing(source: Source, folder: Path) -> list[str]:
+    """What `folder` lacks: files, shards of a numbered set, images."""
+    files = sorted(folder.glob(source.data))
+    if not files:
+        return [source.data]
+    named = [match for file in files if (match := _SHARD.fullmatch(file.name))]
+    there = {(match[1], int(match[2])) for match in named}
+    lacking = [
+        f"{name}-{number:0{len(count)}d}-of-{count}.parquet"
+        for name, count in sorted({(match[1], match[3]) for match in named})
+        for number in range(int(count))
+        if (name, number) not in there
+    ]
+    return lacking if _images(source, folder) or not source.images else [*lacking, source.images[0]]
 
-    Raises:
-        ValueError: a shard is damaged, or the shards are complete and do not hold as many rows as they should.
-    """
-    found = sorted(folder.glob(files.data))
-    if not found:
-        return [files.data]
-    lacking = _missing_shards(found)
-    if files.images and not _images(files, folder):
-        lacking.append(files.images[0])
-    if files.rows and not lacking:
-        rows = sum(_rows(file) for file in found)
-        if rows != files.rows:
-            raise ValueError(f"--folder {folder}: {len(found)} shards hold {rows:,} rows, expected {files.rows:,}")
-    return lacking
+
+def _images(source: Source, folder: Path) -> Path | None:
+    return next((folder / name for name in source.images if (folder / name).exists()), None)
 
 
 def download(source: Source, folder: Path) -> None:
@@ -227,35 +215,6 @@ def picture_sets(sources: tuple[tuple[str, str], ...], table: RecordTable, folde
             line += f", {len(lacking):,} missing ({', '.join(lacking[:3])}, ...); put them there from {origin}"
         lines.append(line)
     return lines
-
-
-def _missing_shards(files: list[Path]) -> list[str]:
-    named = [match for file in files if (match := _SHARD.fullmatch(file.name))]
-    there = {(match[1], int(match[2])) for match in named}
-    sets = {(match[1], match[3]) for match in named}
-    return [
-        f"{name}-{number:0{len(count)}d}-of-{count}.parquet"
-        for name, count in sorted(sets)
-        for number in range(int(count))
-        if (name, number) not in there
-    ]
-
-
-def _rows(shard: Path) -> int:
-    try:
-        return pq.read_metadata(shard).num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{shard}: damaged ({error}); delete it and start the same command again") from error
-
-
-def _images(files: Files, folder: Path) -> Path | None:
-    return next((folder / name for name in files.images if (folder / name).exists()), None)
-
-
-def _paths(files: Files, folder: Path) -> tuple[str, str | None]:
-    data = folder / files.data
-    images = _images(files, folder)
-    return str(data.parent if "*" in data.name else data), None if images is None else str(images)
 
 
 if __name__ == "__main__":

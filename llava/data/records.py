@@ -2,10 +2,11 @@
 
 `llava.data.checks` says what a record is. A file is converted once to an Arrow file beside it that holds each record's
 JSON text and what is wrong with it; images stay where they are. Every process maps that file into memory, so that ranks
-and workers share one copy, and parses a record when it is needed. Cost: reading, checking and writing once; after that
-nothing grows with the number of records.
+and workers share one copy, and parses a record when it is needed. Cost: reading, checking and writing once, with the
+text of a JSON list in memory; after that nothing grows with the number of records.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -17,9 +18,20 @@ from typing import TypeVar
 import pyarrow as pa
 
 from llava.data.cache import cache_folders, cached_file, made_once
-from llava.data.checks import Record, record_images, record_name, starts_from
+from llava.data.checks import (
+    Element,
+    Problem,
+    Record,
+    json_object,
+    record_images,
+    record_name,
+    record_problem,
+    shown_text,
+    starts_from,
+    text_problem,
+)
 from llava.data.errors import DataError
-from llava.data.json_files import Element, read_elements
+from llava.data.messages import as_record
 from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_mixture
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import parquet_digest, read_rows
@@ -29,13 +41,13 @@ from llava.utils.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 DEFAULT_SEED = 42
 """The trainer's default."""
 _SHOWN_PROBLEMS = 10
-_FORMAT = 6  # of the Arrow file; raised when checks or forms are added, since a file is converted once
+_FORMAT = 7  # of the Arrow file; raised when checks or forms are added, since a file is converted once
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
-_ROWS, _CHARACTERS = 1024, 1 << 26  # most rows, and about most characters, of a piece of the Arrow file
+_ROWS = 1024  # of a piece of the Arrow file
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv)(\.(gz|bz2|xz|zst|lz4|br|zip))?$", re.IGNORECASE)
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -113,28 +125,13 @@ def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
     return read_mixture(Path(parts[0]), seed)
 
 
-def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *options: object) -> Found:
+def _of_entry(mixture: Mixture, number: int, read: Callable[..., Value], *options: object) -> Value:
     """Calls `read` on an entry's files; the message of an error names the mixture and the entry too."""
     try:
         return read(mixture.entries[number].data_path, *options)
     except (DataError, OSError) as error:
         problem = f"json_path {error}" if isinstance(error, DataError) else str(error)
         raise DataError(entry_name(mixture.path, number, mixture.entries[number].name), problem) from error
-
-
-def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
-    """The table of all records that `data_path` names, not checked."""
-    sources = data_files(data_path)
-    ready = {source: converted for source in sources if (converted := _ready(source, cache_folders(source, cache_dir)))}
-    waiting = sorted({source for source in sources if source not in ready})
-    # Parquet is always read in other processes: a damaged footer can end the process that reads it.
-    apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
-    made = in_processes(_converted, cache_dir, waiting, worth=apart)
-    hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
-    ready |= zip(waiting, progress(made, "reading records", "files", total=len(waiting), hidden=hidden), strict=True)
-    paths, hashes = zip(*(ready[source] for source in sources), strict=True)
-    content = sha256(" ".join(hashes).encode()).hexdigest()
-    return RecordTable(sources, list(paths), content, cache_folders(sources[0], cache_dir))
 
 
 def folder_files(folder: Path) -> list[Path]:
@@ -179,16 +176,30 @@ def _files_below(folder: Path) -> list[Path]:
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
+def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
+    """The table of all records that `data_path` names, not checked."""
+    sources = data_files(data_path)
+    ready = {source: converted for source in sources if (converted := _ready(source, cache_folders(source, cache_dir)))}
+    waiting = sorted({source for source in sources if source not in ready})
+    # Parquet is always read in other processes: a damaged footer can end the process that reads it.
+    apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
+    made = in_processes(_converted, cache_dir, waiting, worth=apart)
+    hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
+    ready |= zip(waiting, progress(made, "reading records", "files", total=len(waiting), hidden=hidden), strict=True)
+    paths, hashes = zip(*(ready[source] for source in sources), strict=True)
+    content = sha256(" ".join(hashes).encode()).hexdigest()
+    return RecordTable(sources, list(paths), content, cache_folders(sources[0], cache_dir))
+
+
 def _ready(source: Path, folders: list[Path]) -> tuple[Path, str] | None:
     """The Arrow file of `source` and the hash of its content, if both are known."""
     content = known_hash(source)
-    path = content and cached_file(_arrow_name(source, content), folders, _is_whole)
+    path = content and cached_file(_arrow_name(source, content), folders)
     return (path, content) if path else None
 
 
 def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
     """The Arrow file of `source` and the hash of its content."""
-    folders = cache_folders(source, cache_dir)
     stamp = file_stamp(source)
     content = content_hash(source, parquet_digest if source.suffix == ".parquet" else bytes_digest)
 
@@ -197,7 +208,7 @@ def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
         if file_stamp(source) != stamp:
             raise DataError(source, "changed while it was read; start again when it is complete")
 
-    return made_once(_arrow_name(source, content), folders, convert, _is_whole), content
+    return made_once(_arrow_name(source, content), cache_folders(source, cache_dir), convert), content
 
 
 def _arrow_name(source: Path, content: str) -> str:
@@ -205,28 +216,18 @@ def _arrow_name(source: Path, content: str) -> str:
 
 
 def _convert(source: Path, target: Path) -> None:
-    elements = read_rows(source) if source.suffix == ".parquet" else read_elements(source)
-    count = 0
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        for piece in _pieces(elements):
-            writer.write_batch(_batch(piece))
-            count += len(piece)
-    if not count:
-        raise DataError(source, "holds no records")
-
-
-def _pieces(elements: Iterator[Element]) -> Iterator[list[Element]]:
-    """Lists of at most `_ROWS` elements that together are not much longer than `_CHARACTERS`."""
+    elements = read_rows(source) if source.suffix == ".parquet" else read_json(source)
     piece: list[Element] = []
-    characters = 0
-    for element in elements:
-        piece.append(element)
-        characters += len(element.text)
-        if len(piece) == _ROWS or characters > _CHARACTERS:
-            yield piece
-            piece, characters = [], 0
-    if piece:
-        yield piece
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+        for element in elements:
+            piece.append(element)
+            if len(piece) == _ROWS:
+                writer.write_batch(_batch(piece))
+                piece = []
+        if piece:
+            writer.write_batch(_batch(piece))
+    if not len(map_rows(target)):
+        raise DataError(source, "holds no records")
 
 
 def _batch(elements: list[Element]) -> pa.RecordBatch:
@@ -237,14 +238,103 @@ def _batch(elements: list[Element]) -> pa.RecordBatch:
         [kind for kind, _ in problems],
         [message and message.encode("utf-8", "replace").decode() for _, message in problems],
     ]
-    return pa.record_batch(
-        [pa.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-    )
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=_SCHEMA)
 
 
-def _is_whole(path: Path) -> bool:
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Iterator[Element]:
+    """The elements of a JSON list, or of one record per line, each checked separately; the content decides which it is.
+
+    In a list, nothing can be read after a syntax error; of lines, the fault is that record's. Bytes that are not UTF-8
+    are carried through (`surrogateescape`) to the checks.
+
+    Raises:
+        DataError: the file is not a JSON list of records and not one record per line; the message names the line.
+    """
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        first = next((line for line in file if not line.isspace()), "").lstrip()
+        if "\0" in first:
+            raise DataError(f"{path}, line 1, column 1", "UTF-16, or no text; expected UTF-8")
+        file.seek(0)
+        if first.startswith("[") and (path.suffix != ".jsonl" or first[1:].lstrip()[:1] in ("", "{")):
+            yield from _list_elements(path, file.read())
+            return
+        for number, line in enumerate(file, 1):
+            if text := line.strip():
+                yield _line_element(path, text, number, line.index(text[0]))
+
+
+def _list_elements(path: Path, text: str) -> Iterator[Element]:
+    def after_space(position: int) -> int:
+        match = _SPACE.match(text, position)
+        return match.end() if match else position
+
     try:
-        table = map_rows(path)
-        return table.schema == _SCHEMA and len(table) > 0
-    except (pa.ArrowInvalid, OSError):  # the list of batches is at the end, so a file that was cut off has none
+        position = first = after_space(text.index("[") + 1)
+        while position > first or not text.startswith("]", first):  # a comma is followed by an element
+            value, end = _parsed(text, position)
+            yield _checked(value, text[position:end])
+            position = after_space(end)
+            if text.startswith("]", position):
+                break
+            if not text.startswith(",", position):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+            position = after_space(position + 1)
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("The list has ended, but the file continues", text, after_space(position + 1))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        raise DataError(place, f"not valid JSON: {error.msg}") from None
+
+
+def _line_element(path: Path, text: str, number: int, indent: int) -> Element:
+    if problem := text_problem(text):
+        return Element(shown_text(text), problem)
+    try:
+        value, end = _parsed(text, 0)
+        if end < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except json.JSONDecodeError as error:
+        if number == 1 and _is_one_value(path):
+            expected = f"expected one per line, which jq -c . {path.name} writes, or a JSON list of all"
+            raise DataError(f"{path}, line 1", f"a record over several lines; {expected}") from None
+        where = f"line {number}, column {indent + error.pos + 1}"
+        return Element(text, Problem("json", f"{where}: not valid JSON: {error.msg}"))
+    return _checked(value, text)
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
+
+
+def _parsed(text: str, position: int) -> tuple[object, int]:
+    """The JSON value that begins at `position`, and where it ends; raises JSONDecodeError, whatever is wrong."""
+    try:
+        return _decode(text, position)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, position) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise json.JSONDecodeError(str(error), text, position) from None
+
+
+def _is_one_value(path: Path) -> bool:
+    """Whether a file begins with a JSON value that goes on over several lines."""
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape").lstrip()
+    try:
+        return "\n" in text[: _parsed(text, 0)[1]]
+    except json.JSONDecodeError:
         return False
+
+
+def _checked(value: object, text: str) -> Element:
+    """The element of a value, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
+    if problem := text_problem(text):
+        return Element(shown_text(text), problem)
+    record, problem = as_record(value)
+    problem = problem or record_problem(record)
+    return Element(text if problem or record is value else json.dumps(record), problem)

@@ -55,7 +55,7 @@ class RecordTable(Sequence[Record]):
     ):
         self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
         self.selected, self.left_out = selected, left_out
-        self.checked_at: float | None = None  # when the preflight opened the pictures, in seconds since the epoch
+        self.sizes: Path | None = None  # where the preflight kept the pictures' sizes
         self.key = content  # identifies these records and their content
         if selected is not None:
             self.key = sha256(f"{content} {len(selected)}".encode() + selected.tobytes()).hexdigest()
@@ -143,9 +143,8 @@ class RecordTable(Sequence[Record]):
 
     def without(self, indices: Sequence[int]) -> "RecordTable":
         """The same table without the records of all at `indices`; its key differs from that of the whole table."""
-        if not len(indices):
-            return self
-        return self.of(self.used[~np.isin(self.used, indices)], self.left_out + len(indices))
+        left_out = self.left_out + len(indices)
+        return self.of(self.used[~np.isin(self.used, indices)], left_out) if len(indices) else self
 
     def of(self, selected: np.ndarray, left_out: int) -> "RecordTable":
         """A table of the same files that uses the records of all at `selected`."""
@@ -172,10 +171,6 @@ class RecordTable(Sequence[Record]):
     def source_names(self) -> list[str]:
         """The names of the data sets of a mixture; empty for other tables."""
         return []
-
-    def source_number(self, index: int) -> int:
-        """The number of the data set of a mixture from which the table's record `[index]` comes."""
-        raise TypeError(f"{self.sources[0]} is not a mixture")
 
     def source_counts(self) -> list[SourceCounts]:
         """For every data set of a mixture: name, file, number of records, records used, and samples of an epoch."""

@@ -18,7 +18,7 @@ import numpy as np
 from llava.data.cache import cache_folders, made_once, stamped_name
 from llava.data.errors import DataError
 
-_FORMAT = 1  # of the kept arrays
+_FORMAT = 2  # of the kept arrays
 _FIELDS = ("name", "offset", "packed", "size", "crc", "method")
 _LOCAL_HEADER = Struct("<4sHHHHHIIIHH")
 _UTF8, _ENCRYPTED = 0x800, 0x1
@@ -39,7 +39,7 @@ class ZipMembers:
     def __init__(self, path: Path, cache_dir: str | None = None):
         self.path = path
         name = f"{stamped_name(path)}.members{_FORMAT}.npy"
-        self._list = made_once(name, cache_folders(path, cache_dir), partial(_write_list, path), _is_whole)
+        self._list = made_once(name, cache_folders(path, cache_dir), partial(_write_list, path))
         self._members: np.ndarray | None = None
         self._content: str | None = None
         self._file: int | None = None
@@ -137,11 +137,3 @@ def _write_list(path: Path, target: Path) -> None:
         raise DataError(path, "the zip file holds no files")
     with target.open("wb") as file:
         np.save(file, np.ascontiguousarray(members[:, members[0].argsort()]))
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        members = np.load(path, mmap_mode="r")
-        return members.ndim == 2 and members.shape[0] == len(_FIELDS) and members.dtype == np.uint64
-    except (OSError, ValueError, EOFError):
-        return False

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from llava.anyres import Size
 from llava.asking import Asked
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
-from llava.data.checks import Image as Place
+from llava.data.checks import TURN_KEYS, ImagePlace, Record, record_images, record_problem
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.records import load_records
@@ -98,7 +97,7 @@ class QuestionRecords(Sequence[Question]):
         """A digest of the questions' pictures, wherever their folder is."""
         return self.images.content(self._pictures())
 
-    def _pictures(self) -> Iterator[Place]:
+    def _pictures(self) -> Iterator[ImagePlace]:
         for place in progress(range(len(self)), "reading pictures of", "questions"):
             with suppress(ValueError):  # no question, which is reported where questions are checked
                 yield from self[place].asked.pictures

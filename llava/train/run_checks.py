@@ -18,11 +18,11 @@ from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
 from llava.data.preflight_manifest import (
-    WARNINGS,
     Rules,
     preflight,
     unread_fields,
     usable_records,
+    warning_kinds,
     when,
     write_quarantine,
 )
@@ -166,12 +166,12 @@ def checked_records(
             "the data was checked at %s, which is remembered; checks again: %s --recheck", when(manifest), command
         )
     with named_by(data_from):
-        records = usable_records(table, manifest, data_args.on_bad_record, command)
+        records = usable_records(table, manifest, data_args.on_bad_record, command, path)
     _refuse_different_records(records.key, data_from)
     for line in source_lines(records):
         logger.info("%s", line)
-    for kind, warning in manifest.warnings.items():
-        logger.info("%d records: %s (%s)", warning["count"], WARNINGS[kind], path)
+    if manifest.warnings:
+        logger.info("warnings: %s (docs/data.md explains them; each is in %s)", warning_kinds(manifest), path)
     if manifest.unread:
         logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
     return records, partial(write_quarantine, table, manifest)

