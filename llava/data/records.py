@@ -140,37 +140,22 @@ def folder_files(folder: Path) -> list[Path]:
     Raises:
         DataError: there are none, or there is also data that would not be read; the message names it.
     """
-    below = [file for file in _files_below(folder) if file.name not in _DESCRIPTIONS]
-    files = [file for file in below if file.suffix in _SUFFIXES]
+    below: list[Path] = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        here = Path(parent).resolve()  # a link may lead back up
+        folders[:] = [n for n in folders if n[0] != "." and not here.is_relative_to(Path(parent, n).resolve())]
+        below += [Path(parent, name) for name in names if name[0] != "." and name not in _DESCRIPTIONS]
+    files = sorted(file for file in below if file.suffix in _SUFFIXES)
     if other := next((file for file in below if file not in files and _LIKE_DATA.search(file.name)), None):
-        raise DataError(
-            folder,
-            f"{other} would not be read; unpack or convert it to one of {', '.join(_SUFFIXES)}, or name the files to "
-            "read in place of the folder (docs/data.md converts what the datasets library saved)",
-        )
+        advice = f"unpack or convert it to one of {', '.join(_SUFFIXES)} (docs/data.md), or name the files to read"
+        raise DataError(folder, f"{other} would not be read; {advice}")
     if not files:
-        example = f"; it has {below[0].relative_to(folder)}" if below else ""
-        raise DataError(folder, f"the folder has no file that ends in {', '.join(_SUFFIXES)}{example}")
+        raise DataError(folder, f"the folder has no file that ends in {', '.join(_SUFFIXES)}")
     rows = [file for file in files if file.suffix == ".parquet"]
     if rows and len(rows) < len(files):
-        text = next(file for file in files if file.suffix != ".parquet")
-        raise DataError(
-            folder,
-            f"the folder has {len(rows)} Parquet files ({rows[0]}) and {len(files) - len(rows)} of JSON ({text}), "
-            f"which may be the same records twice; name what to read, as in "
-            f"'{folder}/**/*.parquet,{folder}/**/*.json*'",
-        )
+        both = f"{len(rows)} Parquet files and {len(files) - len(rows)} of JSON, which may be the same records twice"
+        raise DataError(folder, f"the folder has {both}; name one, as in '{folder}/**/*.parquet'")
     return files
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """The files below a folder, by path, without hidden ones; links are followed unless they lead back up."""
-    files: list[Path] = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        here = Path(parent).resolve()
-        folders[:] = [n for n in folders if n[0] != "." and not here.is_relative_to(Path(parent, n).resolve())]
-        files += [Path(parent, name) for name in names if name[0] != "."]
-    return sorted(files)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
@@ -264,7 +249,7 @@ def read_json(path: Path) -> Iterator[Element]:
             return
         for number, line in enumerate(file, 1):
             if text := line.strip():
-                yield _line_element(path, text, number, line.index(text[0]))
+                yield _line_element(text, number, line.index(text[0]))
 
 
 def _list_elements(path: Path, text: str) -> Iterator[Element]:
@@ -290,7 +275,7 @@ def _list_elements(path: Path, text: str) -> Iterator[Element]:
         raise DataError(place, f"not valid JSON: {error.msg}") from None
 
 
-def _line_element(path: Path, text: str, number: int, indent: int) -> Element:
+def _line_element(text: str, number: int, indent: int) -> Element:
     if problem := text_problem(text):
         return Element(shown_text(text), problem)
     try:
@@ -298,9 +283,6 @@ def _line_element(path: Path, text: str, number: int, indent: int) -> Element:
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
-        if number == 1 and _is_one_value(path):
-            expected = f"expected one per line, which jq -c . {path.name} writes, or a JSON list of all"
-            raise DataError(f"{path}, line 1", f"a record over several lines; {expected}") from None
         where = f"line {number}, column {indent + error.pos + 1}"
         return Element(text, Problem("json", f"{where}: not valid JSON: {error.msg}"))
     return _checked(value, text)
@@ -320,15 +302,6 @@ def _parsed(text: str, position: int) -> tuple[object, int]:
         raise json.JSONDecodeError("nested too deeply", text, position) from None
     except ValueError as error:  # a number of thousands of digits
         raise json.JSONDecodeError(str(error), text, position) from None
-
-
-def _is_one_value(path: Path) -> bool:
-    """Whether a file begins with a JSON value that goes on over several lines."""
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape").lstrip()
-    try:
-        return "\n" in text[: _parsed(text, 0)[1]]
-    except json.JSONDecodeError:
-        return False
 
 
 def _checked(value: object, text: str) -> Element:

@@ -366,17 +366,6 @@ def test_training_says_that_a_check_is_remembered(tiny, tmp_path, monkeypatch, c
         assert len(done) == 1
 
 
-@pytest.mark.parametrize("indent", [1, 4])
-def test_a_jsonl_of_records_over_several_lines_is_one_message(tmp_path, indent):
-    record = {"conversations": TEXT}
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record, indent=indent) for _ in range(50)))
-    with pytest.raises(ValueError, match=r"a.jsonl, line 1: a record over several lines; .*jq -c \. a.jsonl writes"):
-        load_records(str(tmp_path / "a.jsonl"), check=False)
-    lines = [json.dumps(record)[:40], *[json.dumps(record)] * 3]  # a cut line is a fault of its own
-    (tmp_path / "b.jsonl").write_text("\n".join(lines))
-    assert len(load_records(str(tmp_path / "b.jsonl"), check=False).malformed()) == 1
-
-
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 
