@@ -8,15 +8,15 @@ meet at a file lock: one makes the file, the others wait and open it; no process
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from llava.utils.digests import bytes_digest, content_hash, settled_stamp, user_cache
 from llava.utils.files import replacing, write_text
+from llava.utils.locks import locked
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def made_once(
         return cached
     folder = writable_folder(folders)
     target = folder / name
-    with FileLock(folder / f"{name}.lock"):
+    with locked(folder / f"{name}.lock", f"{target}: another process is making it", patience=math.inf):
         if not _usable(target, is_current):
             with replacing(target) as partial:
                 make(partial)
