@@ -48,6 +48,7 @@ _SHOWN_PROBLEMS = 10
 _FORMAT = 7  # of the Arrow file; raised when checks or forms are added, since a file is converted once
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
 _ROWS = 1024  # of a piece of the Arrow file
+_BEGIN = 1 << 12  # characters that tell a list from lines
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv)(\.(gz|bz2|xz|zst|lz4|br|zip))?$", re.IGNORECASE)
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -239,13 +240,13 @@ def read_json(path: Path) -> Iterator[Element]:
     Raises:
         DataError: the file is not a JSON list of records and not one record per line; the message names the line.
     """
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        first = next((line for line in file if not line.isspace()), "").lstrip()
-        if "\0" in first:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        begin = file.read(_BEGIN).lstrip()
+        if "\0" in begin:
             raise DataError(f"{path}, line 1, column 1", "UTF-16, or no text; expected UTF-8")
         file.seek(0)
-        if first.startswith("[") and (path.suffix != ".jsonl" or first[1:].lstrip()[:1] in ("", "{")):
-            yield from _list_elements(path, file.read())
+        if begin.startswith("[") and (path.suffix != ".jsonl" or begin[1:].lstrip()[:1] in ("", "{")):
+            yield from _list_elements(path, path.read_bytes().decode("utf-8-sig", "surrogateescape"))
             return
         for number, line in enumerate(file, 1):
             if text := line.strip():
