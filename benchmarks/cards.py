@@ -15,8 +15,8 @@ from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.model.lora import add_lora
-from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
+from llava.train.telemetry import Work, flop_costs, required_flops
 from llava.train.zero_choice import OFFLOAD, Choice, choose
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen")

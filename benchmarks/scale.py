@@ -28,9 +28,9 @@ from benchmarks import cards
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
-from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
+from llava.train.telemetry import Work, flop_costs, required_flops
 from llava.train.traffic import step_traffic
 from llava.train.zero import fit_zero
 from llava.utils.commands import Parser
@@ -201,7 +201,7 @@ def micro_batch_work(name: str, stage: int) -> Work:
     """The work of a micro-batch as large as the preset's cap."""
     work, _ = step_work(name, stage, 1)
     share = CAPS[name, stage] / work.tokens
-    return Work(*(value * share for value in work.values()))
+    return Work(*(value * share for value in vars(work).values()))
 
 
 def piece_table(name: str, stage: int, peak: float, measured: dict[str, float] | None = None) -> str:

@@ -35,10 +35,10 @@ from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
 from llava.train.compilation import compile_layers, compile_tower
-from llava.train.flops import batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.liger import apply_liger, apply_liger_to_tower
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
+from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
 from llava.utils.commands import Parser, whole
 
 # Liger last: it exchanges a function for the whole process.

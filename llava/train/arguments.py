@@ -353,8 +353,8 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     profile_steps: str | None = flag(
         None,
-        "Steps to profile on rank 0, FIRST:LAST, counted from 1 over the whole run: a trace, a table of kernels and "
-        "the seconds of each piece, in the folder profile of --output_dir.",
+        "Steps to profile on rank 0, FIRST:LAST, counted from 1 over the whole run: a trace and a table of kernels, in "
+        "the folder profile of --output_dir.",
     )
 
     def __post_init__(self):

@@ -33,10 +33,9 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state
 from llava.model.zero3 import full_shape
 from llava.train.arguments import CHANGEABLE, TrainingArguments
 from llava.train.optim import ADAPTER, part_of
-from llava.train.profiling import PROFILE
 from llava.train.ranks import barrier, from_all, from_first, on_first
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
-from llava.train.telemetry import LOG_FILE
+from llava.train.telemetry import LOG_FILE, PROFILE
 from llava.utils.digests import bytes_digest
 from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json

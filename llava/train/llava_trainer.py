@@ -44,20 +44,20 @@ from llava.train.heldout import HeldOut, accuracy, evaluating, metric_key
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
-from llava.train.profiling import StepProfiler
 from llava.train.run_record import Settings
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import (
     Clipping,
     JsonlCallback,
     NormProbe,
+    StepProfiler,
     Throughput,
+    TrainingProgress,
     gradient_parts,
     measures_step,
     read,
     without_pauses,
 )
-from llava.train.training_progress import TrainingProgress
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class LLaVATrainer(Trainer):
         self.add_callback(JsonlCallback())
         self.profiler = None
         if args.profile_steps:
-            self.profiler = StepProfiler(steps_to_profile(args.profile_steps), self.model, self.args.output_dir)
+            self.profiler = StepProfiler(steps_to_profile(args.profile_steps), self.args.output_dir)
             self.add_callback(self.profiler)
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
@@ -268,13 +268,9 @@ class LLaVATrainer(Trainer):
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
-            readings = [
-                self.throughput.reading(self.accelerator),
-                self.clipping.reading(self.accelerator),
-            ]
-            if measures_step(self.args, self.state, self.state.global_step):
-                readings.append(self.probe.reading(self.accelerator))
-            logs |= read(readings, self.accelerator)
+            measured = measures_step(self.args, self.state, self.state.global_step)
+            meters = [self.throughput, self.clipping, *[self.probe] * measured]
+            logs |= read(meters, self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         if "train_runtime" in logs:
             logs |= without_pauses(logs, self.throughput.paused_seconds)

@@ -31,10 +31,9 @@ from llava.model.merge_lora import merge_lora
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 from llava.train.batches import most_crops
-from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
 from llava.train.run_checks import checked_records
-from llava.train.telemetry import LOG_FILE
+from llava.train.telemetry import LOG_FILE, batch_work, flop_costs, required_flops
 
 NEWLINE = "model.image_newline"
 MODES = [

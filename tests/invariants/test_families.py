@@ -24,8 +24,8 @@ from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
 from llava.model.rotary import rebuild_rotary
 from llava.train.compilation import compile_layers
-from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
+from llava.train.telemetry import batch_work, flop_costs, required_flops
 
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
@@ -290,7 +290,7 @@ def test_counted_operations_equal_pytorchs_counter(models, name):
     with FlopCounterMode(display=False) as counter:
         model(**inputs).loss.backward()
     work = batch_work(inputs)
-    work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
+    work = dataclasses.replace(work, pairs=work.tokens**2)
     assert counter.get_total_flops() == required_flops(flop_costs(model), work)
 
 
@@ -301,17 +301,14 @@ def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monk
     windows = []
     monkeypatch.setattr("llava.model.attention._window_mask", lambda length, window, device: windows.append(window))
     model(**batch(SAMPLES[:1]))
-    windowed = [window for window in windows if window is not None]
-    costs = flop_costs(model)
-    assert costs.per_window_pair * (len(windows) - len(windowed)) == costs.per_pair * len(windowed)
-    assert costs.sliding_window == (windowed[0] if windowed else None)
+    assert list(flop_costs(model).windows) == windows
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_pairs_in_a_window_are_counted_one_by_one(window):
     lengths = [7, 2]
     expected = sum(q - k < window for length in lengths for q in range(length) for k in range(q + 1))
-    assert batch_work(collated([[5, IMG, 6, 7], [8, 9]]), sliding_window=window).window_pairs == expected
+    assert batch_work(collated([[5, IMG, 6, 7], [8, 9]]), [window]).pairs == expected
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -2,40 +2,12 @@
 
 import gzip
 import json
-import time
 
 import pytest
-import torch
-from training import build, flags, losses
+from training import flags, losses
 
 from llava.train import train as train_module
 from llava.train.arguments import steps_to_profile
-from llava.train.profiling import PIECES
-
-SECONDS = 0.3
-
-
-class Slow(torch.autograd.Function):
-    """An identity that takes time, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(SECONDS)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SECONDS)
-        return gradient
-
-
-def slowed(forward):
-    return lambda hidden_states, *args, **kwargs: forward(Slow.apply(hidden_states), *args, **kwargs)
-
-
-def profiled(folder) -> dict[str, float]:
-    (file,) = folder.glob("profile/*.pieces.json")
-    return json.loads(file.read_text())
 
 
 def test_profiled_steps_leave_a_trace_a_table_and_the_same_losses(tiny, tmp_path):
@@ -45,31 +17,9 @@ def test_profiled_steps_leave_a_trace_a_table_and_the_same_losses(tiny, tmp_path
     assert losses(tmp_path / "run/train_log.jsonl") == losses(tmp_path / "plain/train_log.jsonl")
     folder = tmp_path / "run/profile"
     with gzip.open(folder / "steps_2-3.trace.json.gz") as file:
-        ranges = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
-    counts = [sum(e["name"] == name for e in ranges) for name in ("step", "decoder", "tower", "head")]
-    assert counts == [2, 4, 4, 4]
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
     assert "aten::addmm" in (folder / "steps_2-3.kernels.txt").read_text()
-    pieces = profiled(tmp_path / "run")
-    assert tuple(pieces) == (*PIECES, "other")
-    assert all(pieces[piece] > 0 for piece in pieces if piece != "communication")
-    whole = sum(e["dur"] for e in ranges if e["name"] == "step") / 1e6
-    assert sum(pieces.values()) * 4 == pytest.approx(whole, rel=0.02)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_seconds_of_both_passes_belong_to_the_piece_that_takes_them(tiny, tmp_path, monkeypatch, checkpointing):
-    options = {"max_steps": 1, "activation_checkpointing": checkpointing}
-    model, trainer = build(flags(tiny, tmp_path, 2, **options, profile_steps="1:1"))
-    decoder = model.get_model()
-    modules = {"tower": decoder.vision_tower.layers[0], "elementwise": decoder.layers[0].mlp, "head": model.lm_head}
-    modules |= {"other": decoder.mm_projector}
-    for module in modules.values():
-        monkeypatch.setattr(module, "forward", slowed(module.forward))
-    trainer.train()
-    pieces = profiled(tmp_path)
-    recomputed = {"elementwise"} if checkpointing else set()
-    for place in modules:
-        assert pieces[place] > (3 if place in recomputed else 2) * SECONDS, place
 
 
 def test_a_resumed_run_counts_steps_globally(tiny, tmp_path):
@@ -79,7 +29,6 @@ def test_a_resumed_run_counts_steps_globally(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path / "resumed", 1, **options, profile_steps="2:3"))
     assert sorted(file.name for file in (tmp_path / "resumed/profile").iterdir()) == [
         "steps_3-3.kernels.txt",
-        "steps_3-3.pieces.json",
         "steps_3-3.trace.json.gz",
     ]
 

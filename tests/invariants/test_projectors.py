@@ -25,8 +25,8 @@ from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.builder import MergePatches
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
-from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
+from llava.train.telemetry import batch_work, flop_costs, required_flops
 
 MERGING, BEFORE = "pixel_shuffle_2x_mlp2x_gelu", "pre_layernorm_mlp2x_gelu"
 SIDE = 4  # patches along a side of the tower `fine`

@@ -1,6 +1,7 @@
 """Telemetry waits for the device once per log line, and logs the numbers that single reads would give."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from anyres_data import ANYRES, write_shapes
@@ -9,7 +10,7 @@ from host_sync import Waits
 from training import build, flags
 
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.telemetry import GRADIENTS, TOKENS, NormProbe, Reading, read
+from llava.train.telemetry import GRADIENTS, TOKENS, NormProbe, read
 
 
 def reads_by_step(monkeypatch) -> list[Counter]:
@@ -56,17 +57,18 @@ def test_norms_in_one_copy_equal_norms_read_one_by_one_bit_for_bit(tiny, tmp_pat
     probe.start_step(True)
     for samples in ("image_first_middle_last", "text_only"):
         model(**collated(BATCHES[samples])).loss.backward()
-    metrics = read([probe.reading(trainer.accelerator)], trainer.accelerator)
+    metrics = read([probe], trainer.accelerator)
     expected = {f"grad_norm/{place}": float(probe.squared_gradients[place]) ** 0.5 for place in GRADIENTS}
     expected |= {f"norm/{place}": float(probe.norm_sums[place]) / probe.token_counts[place] for place in TOKENS}
     assert metrics == expected | {"norm/gain_mean_abs": float(probe.mean_abs_gain)}
 
 
-def test_each_reading_gets_its_own_sums(tiny, tmp_path):
+def test_each_meter_gets_its_own_sums(tiny, tmp_path):
     _, trainer = build(flags(tiny, tmp_path, 1))
-    names = [["a"], [], ["b", "c"]]
-    readings = [
-        Reading(torch.arange(len(own), dtype=torch.float64), lambda sums, own=own: dict(zip(own, sums, strict=True)))
-        for own in names
-    ]
-    assert read(readings, trainer.accelerator) == {"a": 0.0, "b": 0.0, "c": 1.0}
+
+    def meter(*names: str) -> SimpleNamespace:
+        values = {name: torch.tensor(float(ord(name))) if name < "c" else float(ord(name)) for name in names}
+        return SimpleNamespace(values=lambda accelerator: values, metrics=lambda sums, ranks: sums)
+
+    sums = read([meter("a"), meter(), meter("b", "c")], trainer.accelerator)
+    assert sums == {"a": 97.0, "b": 98.0, "c": 99.0}

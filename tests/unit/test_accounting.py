@@ -29,9 +29,9 @@ from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
 from llava.train.arguments import TrainingArguments
-from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.memory import CheckpointPlan, MemoryEstimate, checkpoint_layers, estimate_memory, plan_checkpointing
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
+from llava.train.telemetry import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.zero import check_zero, fit_zero, gathered_units, let_ninja_be_found
 
 V = 4  # visual tokens per image: 16 px in patches of 8
@@ -69,9 +69,9 @@ def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
 
 def test_work_of_a_batch_equals_hand_counts():
     work = batch_work(collated([[5, IMG, 6, 7], [8, 9]]))
-    assert [int(x) for x in work.values()] == [2, 9, 7 * 8 // 2 + 3, 1, 2, 0]
+    assert work == Work(2, 9, 7 * 8 // 2 + 3, 1, 2)
     cut = batch_work(collated([[5, IMG, 6, 7], [8, 9]], max_length=5))
-    assert [int(x) for x in cut.values()][:3] == [2, 7, 15 + 3]
+    assert cut == Work(2, 7, 15 + 3, 1, 1)  # the last target is cut off
 
 
 @no_rotary_product

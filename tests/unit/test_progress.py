@@ -15,7 +15,7 @@ from paths import ROOT
 from training import build, flags
 from transformers import ProgressCallback
 
-from llava.train import training_progress
+from llava.train import telemetry
 from llava.utils.progress import progress
 
 SOURCES = [
@@ -79,7 +79,7 @@ def test_what_was_done_before_counts_as_done_and_not_as_pace(clock, capsys):
 
 def test_evaluation_time_counts_neither_for_the_rate_nor_the_time_left(clock, capsys):
     paused = [3.0]
-    callback = training_progress.TrainingProgress(80, lambda: paused[0])
+    callback = telemetry.TrainingProgress(80, lambda: paused[0])
     state = SimpleNamespace(max_steps=4, global_step=0, is_world_process_zero=True)
     callback.on_train_begin(None, state, None)
     for state.global_step in (1, 2):
@@ -135,7 +135,7 @@ def _read(terminal: int) -> bytes:
 def test_in_a_terminal_a_logged_step_is_one_line_above_the_bar():
     code = """
 from types import SimpleNamespace
-from llava.train.training_progress import TrainingProgress
+from llava.train.telemetry import TrainingProgress
 callback, state = TrainingProgress(8), SimpleNamespace(max_steps=2, global_step=0, is_world_process_zero=True)
 callback.on_train_begin(None, state, None)
 for state.global_step in (1, 2):
@@ -148,7 +148,7 @@ callback.on_train_end(None, state, None)
 """
     lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in in_terminal(code).split("\n")]  # as last redrawn
     first, second, bar, *rest = lines
-    figures = "loss 2.5, learning rate 0.008, visual over text norm 2, samples/s 12"
+    figures = "loss 2.5, learning rate 0.008, samples/s 12, visual over text norm 2"
     assert (first, second) == (f"step 1: {figures}", f"step 2: {figures}")
     assert bar.startswith("training: 100%") and "2/2 steps" in bar and rest == [""]
 
@@ -157,7 +157,7 @@ def test_no_trainer_keeps_the_librarys_bar_which_prints_every_figure(tiny, tmp_p
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     _, trainer = build(flags(tiny, tmp_path, 1, disable_tqdm=False))
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
-    assert training_progress.TrainingProgress in kinds and ProgressCallback not in kinds
+    assert telemetry.TrainingProgress in kinds and ProgressCallback not in kinds
 
 
 @pytest.mark.slow
