@@ -1,5 +1,6 @@
 """How tables and figures look, whichever command writes them."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,16 +24,8 @@ NORM_COLOURS = {
 }
 NEUTRAL = "#777777"
 """The colour of what is neither an arm nor a kind of token: chance, pairs of arms."""
-_VARIANTS = {
-    "": (0.0, "-"),
-    "@0.25x": (0.5, ":"),
-    "@4x": (0.3, "--"),
-    "@16x": (-0.45, "-."),
-    "@default": (-0.3, ":"),
-    "-fixed": (-0.45, "--"),
-}
+_SHADES = ((0.0, "-"), (0.5, ":"), (-0.45, "--"), (0.3, "-."), (-0.3, ":"), (0.65, "--"))
 """How arms of one norm differ: the share of white in the norm's colour (of black where negative), and the line."""
-_ARM = re.compile(rf"(?P<norm>{'|'.join(NORM_COLOURS)})(?P<variant>(?:@[^/]+?)?(?:-fixed)?)(?:/.*)?")
 STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 200,
@@ -59,28 +52,24 @@ Row = Mapping[str, Any]
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Colour and line of each arm or model of a figure, as Matplotlib's arguments.
 
-    An arm, also as `arm/stage`, has its own, whatever else is drawn. A variant that is not listed, and a model that is
-    not an arm, take what is left in the figure.
+    A norm, also as `norm/stage`, has its own, whatever else is drawn, and its variants have shades of it in their
+    order. A model that is not an arm takes a colour that is left in the figure.
     """
-    arms = {name: _ARM.fullmatch(name) for name in names}
-    chosen = {name: (arm["norm"], arm["variant"]) for name, arm in arms.items() if arm}
-    norms = {norm for norm, _ in chosen.values()}
-    every = [(norm, variant) for variant in _VARIANTS for norm in NORM_COLOURS]
-    left = [pair for pair in every if pair not in chosen.values()]
-    for name in arms:
-        norm, variant = chosen.get(name, (None, None))
-        if variant not in _VARIANTS:
-            own = [pair for pair in left if (pair[0] == norm if norm else pair[0] not in norms)]
-            chosen[name] = (own or left or every)[0]
-            left = [pair for pair in left if pair != chosen[name]]
-    return {name: _look(*chosen[name]) for name in arms}
-
-
-def _look(norm: str, variant: str) -> dict[str, str]:
-    share, line = _VARIANTS[variant]
-    parts = (int(NORM_COLOURS[norm][i : i + 2], 16) for i in (1, 3, 5))
-    mixed = (round(part + abs(share) * ((255 if share > 0 else 0) - part)) for part in parts)
-    return {"color": "#" + "".join(f"{part:02X}" for part in mixed), "linestyle": line}
+    norms = {name: re.split(r"[@/]|-fixed", name)[0] for name in names}
+    left = itertools.cycle([norm for norm in NORM_COLOURS if norm not in norms.values()] or NORM_COLOURS)
+    arms: dict[str, list[str]] = {norm: [norm] for norm in norms.values() if norm in NORM_COLOURS}
+    chosen = {}
+    for name, norm in norms.items():
+        arm = name.partition("/")[0] if norm in NORM_COLOURS else name
+        norm = norm if norm in NORM_COLOURS else next(left)
+        others = arms.setdefault(norm, [])
+        if arm not in others:
+            others.append(arm)
+        share, line = _SHADES[others.index(arm) % len(_SHADES)]
+        parts = (int(NORM_COLOURS[norm][i : i + 2], 16) for i in (1, 3, 5))
+        mixed = (round(part + abs(share) * ((255 if share > 0 else 0) - part)) for part in parts)
+        chosen[name] = {"color": "#" + "".join(f"{part:02X}" for part in mixed), "linestyle": line}
+    return chosen
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
