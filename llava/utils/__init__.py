@@ -3,12 +3,9 @@
 import json
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llava.constants import LOGDIR
-
-if TYPE_CHECKING:
-    from asyncio import Semaphore  # everything imports this module, and few ask for more than its submodules
 
 server_error_msg = "The server did not answer. Please try again, or reload the page."
 moderation_msg = "The moderation service flagged this message. Please write it differently."
@@ -65,6 +62,6 @@ def violates_moderation(text: str) -> bool:
         return bool(json.load(response)["results"][0]["flagged"])
 
 
-def pretty_print_semaphore(semaphore: "Semaphore | None") -> str:
+def pretty_print_semaphore(semaphore: Any) -> str:
     """How many more may pass a semaphore, for a log."""
     return "None" if semaphore is None else f"Semaphore(value={semaphore._value}, locked={semaphore.locked()})"

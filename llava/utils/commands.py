@@ -111,46 +111,30 @@ def whole(smallest: int) -> Callable[[str], int]:
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """`--device`, which must be one of this machine."""
-    parser.add_argument(
-        "--device", type=device_name, help="such as cuda or cpu (default: an accelerator if there is one)"
-    )
+
+    def device(text: str) -> str:
+        import torch  # takes seconds
+
+        names = ["cpu"]
+        if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()):
+            kind = accelerator.type
+            names += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"this machine has no device {text!r}; expected one of {', '.join(names)}")
+        return text
+
+    parser.add_argument("--device", type=device, help="such as cuda or cpu (default: an accelerator if there is one)")
 
 
 def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
     """`--plugin`, which loads the files as it is parsed."""
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        type=plugin_files,
-        help="Python file with your own parts that the checkpoint needs; executed. May be given several times",
-    )
 
+    def loaded(text: str) -> str:
+        try:
+            load(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("--plugin ")) from error
+        return text
 
-def plugin_files(text: str) -> str:
-    """The value of `--plugin`, after loading the files.
-
-    Raises:
-        argparse.ArgumentTypeError: one of them cannot be loaded.
-    """
-    try:
-        load(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--plugin ")) from error
-    return text
-
-
-def device_name(text: str) -> str:
-    """The value of `--device`.
-
-    Raises:
-        argparse.ArgumentTypeError: this machine has no such device.
-    """
-    import torch  # takes seconds
-
-    names = ["cpu"]
-    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()):
-        kind = accelerator.type
-        names += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
-    if text not in names:
-        raise argparse.ArgumentTypeError(f"this machine has no device {text!r}; expected one of {', '.join(names)}")
-    return text
+    what = "Python file with your own parts that the checkpoint needs; executed. May be given several times"
+    parser.add_argument("--plugin", action="append", type=loaded, help=what)
