@@ -13,12 +13,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from hashlib import sha256
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
@@ -208,29 +207,20 @@ def _group_rows(
     file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int
 ) -> Generator[Element, None, int]:
     """Yields the records of a row group, and returns how many rows were read."""
-    column = _image_column(file.schema_arrow, Path())
-    name, paths, held = None, None, None
-    if column and image:
-        name, paths = column[0], _path_leaf(file, *column)
-        held = _with_bytes(file, group, name, image, paths)
-        if len(held) != file.metadata.row_group(group).num_rows:
-            return len(held)
-    elif column:
-        name = paths = column[0]
-    turns = turn_columns(file.schema_arrow)
+    name, kind = _image_column(file.schema_arrow, Path()) or ("", pa.null())
+    paths = _path_leaf(file, name, kind) if image else name
+    held = _with_bytes(file, group, name, image, paths) if image else None
+    if held is not None and len(held) != file.metadata.row_group(group).num_rows:
+        return len(held)
     done = 0
-    for batch in file.iter_batches(
-        _ROWS, row_groups=[group], columns=columns + [paths] * bool(paths), use_threads=False
-    ):
-        fields = {c: _turns(batch.column(c)) if c in turns else batch.column(c).to_pylist() for c in columns}
-        names = _names(batch.column(name)) if name and paths else [None] * len(batch)
-        for index in range(len(batch)):
-            record = {column: values[index] for column, values in fields.items()}
-            images, with_bytes = _row_images(names[index], held and held[done + index])
+    read = columns + ([paths] if paths else [])
+    for batch in file.iter_batches(_ROWS, row_groups=[group], columns=read, use_threads=False):
+        for record in batch.to_pylist():
+            images, with_bytes = _row_images(_paths(record.pop(name, None)), held and held[done])
             if images is not None:
                 record["image"] = images
-            yield _element(record, start + done + index if with_bytes else None)
-        done += len(batch)
+            yield _element(record, start + done if with_bytes else None)
+            done += 1
     return done
 
 
@@ -242,6 +232,13 @@ def _element(record: Record, row: int | None) -> Element:
         record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | images
     text = json.dumps(record, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
     return Element(shown_text(text), problem or text_problem(text) or record_problem(whole), row)
+
+
+def _paths(value: Any) -> Any:
+    """The paths of a row's images: one, a list of them, or None."""
+    if isinstance(value, list):
+        return [_paths(image) for image in value]
+    return value.get("path") if isinstance(value, dict) else value
 
 
 def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
@@ -262,42 +259,19 @@ def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str, paths: 
         return [nulls == 0] * metadata.num_rows
     if nulls is not None and paths:
         # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
-        valid = _valid(file.read_row_group(group, columns=[paths], use_threads=False).column(name).combine_chunks())
-        if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
-            return valid
+        table = file.read_row_group(group, columns=[paths], use_threads=False)
+        there = [_is_there(row) for row in table.column(name).to_pylist()]
+        if sum(row.count(False) or not row if isinstance(row, list) else not row for row in there) == nulls:
+            return there
     batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False)
-    return [row for batch in batches for row in _valid(batch.column(0), "bytes")]
+    return [_is_there(row, "bytes") for batch in batches for row in batch.column(0).to_pylist()]
 
 
-def _valid(column: pa.Array, field: str = "") -> list[Any]:
-    """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
-    if _is_list(column.type):
-        return _lists(_valid(column.flatten(), field), column)
-    return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
-
-
-def _names(column: pa.Array) -> list[Any]:
-    """The paths of every row's images: one, a list of them, or None."""
-    if _is_list(column.type):
-        return _lists(_names(column.flatten()), column)
-    return (pc.struct_field(column, "path") if types.is_struct(column.type) else column).to_pylist()
-
-
-def _turns(column: pa.Array) -> list[Any]:
-    """The turns of every row; fields of text are read as flat lists, which is ten times as fast as nested ones."""
-    if not _is_list(column.type) or not types.is_struct(column.type.value_type):
-        return column.to_pylist()
-    turns = column.flatten()
-    names = [field.name for field in turns.type]
-    values = zip(*(pc.struct_field(turns, name).to_pylist() for name in names), strict=True)
-    return _lists([dict(zip(names, turn, strict=True)) for turn in values], column)
-
-
-def _lists(values: list[Any], column: pa.Array) -> list[Any]:
-    """The flat values of a column of lists, as lists."""
-    ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
-    spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)
-    return [values[start:stop] if valid else None for (start, stop), valid in spans]
+def _is_there(value: Any, field: str = "") -> bool | list[Any]:
+    """Whether an image is not null, or the `field` of its struct; for a list, whether each of its images is."""
+    if isinstance(value, list):
+        return [_is_there(image, field) for image in value]
+    return (value.get(field) if field and isinstance(value, dict) else value) is not None
 
 
 def _lost_rows(group: int, rows: int, file: pq.ParquetFile) -> str:
