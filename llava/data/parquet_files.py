@@ -25,6 +25,7 @@ from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Element, Record, RowImage, 
 from llava.data.errors import DataError
 from llava.data.messages import TURN_PAIR, as_record
 
+OTHER_FORMS = "docs/data.md, Other forms, makes records of CSV files and of questions and answers"
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
@@ -119,7 +120,7 @@ def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     turns = turn_columns(schema)
     if not turns:
         columns = ", ".join(schema.names) or "none"
-        raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}")
+        raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}: {OTHER_FORMS}")
     for name in turns:
         fields = _turn_fields(schema, name)
         if not ({"from", "value"} <= fields.keys() or {"role", "content"} <= fields.keys()):

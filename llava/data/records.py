@@ -34,7 +34,7 @@ from llava.data.errors import DataError
 from llava.data.messages import as_record
 from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_mixture
 from llava.data.parallel import in_processes
-from llava.data.parquet_files import parquet_digest, read_rows
+from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
 from llava.data.table import RecordTable, map_rows
 from llava.utils.digests import bytes_digest, content_hash, file_stamp, known_hash
 from llava.utils.progress import progress
@@ -109,7 +109,7 @@ def data_files(data_path: str) -> list[Path]:
             expected = f"expected {', '.join(_SUFFIXES)}, or a folder of such files"
             raise DataError(name, f"no such file{starts_from(name)}; {expected}")
         if wrong := next((file for file in named if file.suffix not in _SUFFIXES or not file.is_file()), None):
-            raise DataError(wrong, f"expected a file that ends in {', '.join(_SUFFIXES)}")
+            raise DataError(wrong, f"expected a file that ends in {', '.join(_SUFFIXES)}; {OTHER_FORMS}")
         files += named
     if not files:
         raise DataError("''", "expected the name of a file or folder")
