@@ -1,8 +1,8 @@
 """Answers to many questions: `python -m llava.eval.answer --model-path CKPT --data FILE --output answers.jsonl`.
 
 Takes every data format of training, and LLaVA's question files (`question_id`, `image`, `text`). Writes one line per
-question, in their order, with the fields that LLaVA's evaluation scripts read. Rerun the same command to resume: an
-incomplete window of batches is answered again, so that an interrupted run ends with the same file.
+question, in their order, with the fields that LLaVA's evaluation scripts read. Rerun the same command to resume:
+questions whose answers are in the file are skipped.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llava.anyres import Size
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.eval.answer_file import complete_windows, read_answers, recorded_count, write_record
+from llava.eval.answer_file import answered_ids, recorded_count, write_record
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
 from llava.utils.locks import locked
@@ -98,7 +98,7 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     if (
         not args.overwrite
         and output.exists()
-        and (count := recorded_count(output, settings)) == len(read_answers(output)[0])
+        and (count := recorded_count(output, settings)) == len(answered_ids(output))
     ):
         print(f"{output}: finished before, {count} answers (--overwrite answers again)")
         return
@@ -116,11 +116,16 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
         output.unlink(missing_ok=True)
     options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
     write_record(output, settings, len(places), evaluation_record(assistant.model.file_decoding, options))
-    window = WINDOW * args.batch_size
-    done, end = complete_windows(output, [questions[place] for place in places], window)
-    with open(output, "ab") as file, progress(len(places), "answering", "questions", done=done) as bar:
-        file.truncate(end)
-        for start in range(done, len(places), window):
+    window, done = WINDOW * args.batch_size, answered_ids(output)
+    for number, identifier in enumerate(done):
+        expected = questions[places[number]].identifier if number < len(places) else None
+        if identifier != expected:
+            raise ValueError(
+                f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found "
+                f"{identifier!r}; answer again with --overwrite"
+            )
+    with open(output, "ab") as file, progress(len(places), "answering", "questions", done=len(done)) as bar:
+        for start in range(len(done), len(places), window):
             batch = [questions[place] for place in places[start : start + window]]
             torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
             answers: dict[int, str] = {}

@@ -1,15 +1,13 @@
 """The answer file, and the record next to it of the settings that it was answered with."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llava.utils.files import write_json
 from llava.utils.provenance import differences
-
-if TYPE_CHECKING:
-    from llava.eval.question_records import Question
 
 
 def _record_file(output: Path) -> Path:
@@ -48,30 +46,23 @@ def recorded_count(output: Path, settings: Mapping[str, object]) -> int:
     return record["count"]
 
 
-def read_answers(output: Path) -> tuple[list[bytes], int]:
-    """The complete lines of a file, and how many bytes they take; none if the file does not exist."""
-    whole = output.read_bytes().rpartition(b"\n") if output.exists() else (b"", b"", b"")
-    lines = whole[0].split(b"\n") if whole[1] else []
-    return lines, len(whole[0]) + len(whole[1])
-
-
-def complete_windows(output: Path, questions: "Sequence[Question]", window: int) -> tuple[int, int]:
-    """Number of answers in complete windows of `output`, and their bytes.
+def answered_ids(output: Path) -> list[object]:
+    """The ids of the questions whose answers are in the file; a last line that was cut off is removed.
 
     Raises:
-        ValueError: a line does not belong to the question at its place.
+        ValueError: a line is not an answer.
     """
-    lines, _ = read_answers(output)
-    for number, line in enumerate(lines):
-        expected = questions[number].identifier if number < len(questions) else None
+    if not output.exists():
+        return []
+    text, end, cut = output.read_bytes().rpartition(b"\n")
+    if cut:
+        os.truncate(output, len(text + end))
+    ids = []
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
-            answered = json.loads(line)["question_id"]
+            ids.append(json.loads(line)["question_id"])
         except (ValueError, KeyError, TypeError):
-            answered = line[:40].decode("utf-8", "replace")
-        if answered != expected:
             raise ValueError(
-                f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found "
-                f"{answered!r}; answer again with --overwrite"
-            )
-    count = len(lines) // window * window
-    return count, sum(len(line) + 1 for line in lines[:count])
+                f"--output {output}, line {number}: not an answer; answer again with --overwrite"
+            ) from None
+    return ids

@@ -12,8 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llava.eval.collect import EvaluationError
-from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group, token_fault
+from llava.eval.harness import (
+    EvaluationError,
+    data_fingerprint,
+    data_place,
+    process_groups,
+    require_harnesses,
+    run_group,
+    token_fault,
+)
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole

@@ -1,27 +1,50 @@
-"""Runs tasks with the stock harnesses: their data folders, processes, command lines and environments."""
+"""Runs tasks with the stock harnesses, and turns what they leave into results or names the samples that failed.
+
+lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
+`<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
+wrong: a failure may be an empty answer, an answer that is an error text, a missing sample, or a missing file.
+"""
 
 import argparse
 import hashlib
 import importlib.util
+import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_token
 
-from llava.eval.collect import EvaluationError, collect, crash_problems
-from llava.eval.process import run_logged
 from llava.eval.results import TaskResult
-from llava.eval.tasks import OWN_DATA, OWN_TASKS, Task
+from llava.eval.tasks import OWN_DATA, OWN_TASKS, Record, Task, answer_of, doc_id
 from llava.utils.digests import fingerprint
 from llava.utils.paths import CODE
+from llava.utils.processes import last_lines, start, wait
+from llava.utils.progress import EVERY
 
-TOO_LONG = "exceeds model's maximum length"
-"""lm-eval's warning for every prompt whose beginning it cuts, as few-shot examples."""
+ERROR_TEXTS = re.compile(
+    r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)",
+    re.IGNORECASE,
+)
+
+
+class EvaluationError(RuntimeError):
+    """A task failed; `problems` are one line each and name the samples at fault."""
+
+    def __init__(self, task: str, problems: list[str], shown: int = 20):
+        self.problems = problems
+        rest = f"\n  ... and {len(problems) - shown} more" if len(problems) > shown else ""
+        super().__init__(f"{task} failed:\n  " + "\n  ".join(problems[:shown]) + rest)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
 def require_harnesses(tasks: list[Task]) -> None:
@@ -112,20 +135,30 @@ def run_group(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     print(f"{title}: running, log in {log}", flush=True)
-    start = time.monotonic()
+    begun = time.monotonic()
     command = harness_command(tasks, folder, args, settings)
     status = run_logged(command, log, cwd=place or folder, env=environment(tasks, args, place), title=title)
-    seconds = (time.monotonic() - start) / len(tasks)
-    if longer := log.read_text(errors="replace").count(TOO_LONG):
-        print(f"{title}: {longer} prompts are longer than the model's context, and lm-eval cut their beginning")
+    seconds = (time.monotonic() - begun) / len(tasks)
     for task in tasks:
         try:
             if status:
+                said = [f"the harness ended with exit status {status}; the end of {log}:", *last_lines(log, 15)]
                 hint = [] if place else [f"{task.dataset} comes from the hub; without a network give --data-dir"]
-                raise EvaluationError(task.name, crash_problems(status, log) + hint)
+                raise EvaluationError(task.name, said + hint)
             yield task, collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty)
         except EvaluationError as error:
             yield task, error
+
+
+def run_logged(command: list[str], log: Path, cwd: Path, env: Mapping[str, str], title: str) -> int:
+    """Runs `command` with all its output in `log`, and returns its exit status; says now and then how far it is."""
+    with log.open("w", encoding="utf-8") as output:
+        process = start(command, env, output, cwd=cwd)
+
+    def show() -> None:
+        print(f"  {title}: {last_lines(log, 1)[0]}", file=sys.stderr, flush=True)
+
+    return wait(process, show, EVERY, group=True)  # accelerate passes no signals on
 
 
 def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
@@ -170,3 +203,103 @@ def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | N
     if args.num_gpus == 0:
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env
+
+
+# --- what it left ----------------------------------------------------------------------------------------------------
+
+
+def collect(task: Task, folder: Path, seconds: float, data: str | None = None, allow_empty: bool = False) -> TaskResult:
+    """The result of `task` from a harness's output `folder`.
+
+    Raises:
+        EvaluationError: no results, missing or doubled samples, empty answers (unless allowed) or error texts, or a
+            score that the samples do not give.
+    """
+    value, counts = read_score(task, folder)
+    records = read_records(task, folder, counts)
+    if problems := record_problems(task, records, allow_empty):
+        raise EvaluationError(task.name, problems)
+    samples = task.samples(records)
+    score = task.score(samples)
+    if not math.isclose(task.percent(value, len(samples)), score, abs_tol=1e-3):
+        fault = f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %"
+        raise EvaluationError(task.name, [f"{fault}; this version of the harness may compute it differently"])
+    chance = task.chance(records) if callable(task.chance) else task.chance
+    return TaskResult(task.metric, score, samples, chance, seconds, data)
+
+
+def read_score(task: Task, folder: Path) -> tuple[float, dict[str, dict[str, int]]]:
+    """The score of the task, or of the group of its name, in the harness's file, and its numbers of samples by task.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    files = sorted([*folder.rglob("*_results.json"), *folder.rglob("results_*.json")], key=lambda f: f.stat().st_mtime)
+    if not files:
+        raise EvaluationError(task.name, [f"{folder}: the harness ended without writing results"])
+    results = json.loads(files[-1].read_text(encoding="utf-8"))
+    scores = results["results"].get(task.name) or results.get("groups", {}).get(task.name) or {}
+    value = scores.get(task.metric)
+    if not isinstance(value, int | float):
+        keys = ", ".join(scores) or "nothing"
+        raise EvaluationError(task.name, [f"{files[-1]}: expected a number {task.metric} for it, found {keys}"])
+    return value, results["n-samples"]
+
+
+def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) -> list[Record]:
+    """The records of all samples in the order of the data set; those of a group's tasks have their name as `subtask`.
+
+    Args:
+        counts: by task, the numbers of samples; `effective` is how many the harness was to evaluate.
+
+    Raises:
+        EvaluationError: a sample is missing or doubled.
+    """
+    own = {name: count for name, count in counts.items() if name == task.name or name.startswith(task.name + "_")}
+    if task.name in own:
+        own = {task.name: own[task.name]}  # `scienceqa` beside `scienceqa_img`
+    problems, records = [], []
+    for name, count in own.items():
+        files = [*folder.rglob(f"*_samples_{name}.jsonl"), *folder.rglob(f"samples_{name}_[0-9]*.jsonl")]
+        lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+        samples = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
+        if name != task.name:
+            samples = [record | {"subtask": name.removeprefix(task.name + "_")} for record in samples]
+        problems += count_problems(name, samples, int(count["effective"]))  # with --limit it may be 8.0
+        records += samples
+    if problems or not records:
+        raise EvaluationError(task.name, problems or [f"{folder}: the harness wrote no samples"])
+    return records
+
+
+def count_problems(name: str, records: Sequence[Record], expected: int) -> list[str]:
+    """What is wrong with the number of samples; the harness numbers them from 0."""
+    seen = Counter(record["doc_id"] for record in records)
+    missing = [str(index) for index in range(expected) if index not in seen]
+    doubled = [str(index) for index, count in seen.items() if count > 1]
+    problems = []
+    if missing:
+        problems.append(f"{name}: {len(missing)} of {expected} samples are missing: doc {_listed(missing)}")
+    if doubled:
+        problems.append(f"{name}: {len(doubled)} samples are there more than once: doc {_listed(doubled)}")
+    return problems
+
+
+def _listed(items: list[str], shown: int = 20) -> str:
+    return ", ".join(items[:shown]) + (", ..." if len(items) > shown else "")
+
+
+def record_problems(task: Task, records: Sequence[Record], allow_empty: bool) -> list[str]:
+    """One line for every sample with an empty answer, an error text, or a likelihood that is not a number."""
+    problems = []
+    for record in records:
+        answer = answer_of(record)
+        if not task.generates:
+            values = [response[0] for response in record["filtered_resps"]]
+            fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
+        elif not answer:
+            fault = "" if allow_empty else "empty answer (--allow-empty counts it as wrong)"
+        else:
+            fault = f"an error text instead of an answer: {answer[:100]!r}" if ERROR_TEXTS.match(answer) else ""
+        problems += [f"doc {doc_id(record)}: {fault}"] if fault else []
+    return problems

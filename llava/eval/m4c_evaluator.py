@@ -1,66 +1,20 @@
 """TextVQA and ST-VQA scores under the names that LLaVA's programs import, from the metrics' published definitions.
 
-An answer is normalised as the VQA challenge does (https://visualqa.org/evaluation.html): lower case, no punctuation, no
-articles, numbers as digits, contractions with their apostrophes.
+An answer is normalised as the VQA challenge does (https://visualqa.org/evaluation.html), by lmms-eval's own class.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from lmms_eval.tasks._task_utils.vqa_eval_metric import EvalAIAnswerProcessor
 
 from llava.utils.progress import progress
 
 ANNOTATORS = 10
 """Human answers to each question of TextVQA and VQA v2."""
-
 LEAST_SIMILARITY = 0.5
 """Below it ANLS counts an answer as wrong."""
-
-_ARTICLES = frozenset(("a", "an", "the"))
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_DIGITS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBERS)}
-_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-_MOST_PERIODS = 32  # the challenge's own program removes no more
-_CONTRACTIONS = """
-    'ow's'at ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
-    he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've
-    mustn't needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd've
-    somebody'll somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll
-    that's there'd there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've
-    weren't what'll what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll
-    why're why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
-"""
-
-
-def _missing_one_apostrophe(word: str) -> list[str]:
-    return [word[: mark.start()] + word[mark.end() :] for mark in re.finditer("'", word)]
-
-
-_WHOLE = {written: word for word in _CONTRACTIONS.split() for written in _missing_one_apostrophe(word)}
-_WHOLE["somebody'd"] = "somebodyd"  # the challenge's table has this pair the other way round
-
-
-class EvalAIAnswerProcessor:
-    """Normalises an answer."""
-
-    def __call__(self, item: str) -> str:
-        """The normalised answer, its words joined by single spaces."""
-        text = item.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
-        words = self.process_punctuation(re.sub(r"[\n\t]", " ", text).strip()).split()
-        words = [_DIGITS.get(word, word) for word in words]
-        return " ".join(_WHOLE.get(word, word) for word in words if word not in _ARTICLES)
-
-    def process_punctuation(self, text: str) -> str:
-        """`text` without periods, but those before a digit; other marks go if one touches a space, else part words."""
-        in_number = re.search(r"\d,+\d", text) is not None
-        cleared = text
-        for mark in _PUNCTUATION:
-            goes = in_number or f"{mark} " in text or f" {mark}" in text
-            cleared = cleared.replace(mark, "" if goes else " ")
-        return re.sub(r"\.(?!\d)", "", cleared, count=_MOST_PERIODS)
-
-
 Entry = Mapping[str, Any]
 """`pred_answer`, the answer to score, and `gt_answers`, the right ones."""
 

@@ -13,23 +13,6 @@ MME_POINTS = 2000  # of the ten categories of MME's perception
 OWN_TASKS = CODE / "playground/tasks"
 OWN_DATA = WORK / "playground/data/harness"
 
-JUDGED = {
-    "mmbench": "mmbench_en_dev_static",
-    "hallusion_bench": "pope",
-    "mathvista": "mmstar",
-    "mmvet": "mmstar",
-    "llava_in_the_wild": "mmstar",
-}
-"""First part of the names of lmms-eval's tasks whose answers another model judges, and what to run instead."""
-SUBMITTED = {
-    "docvqa_test": "docvqa_val",
-    "textvqa_test": "textvqa_val",
-    "vizwiz_vqa_test": "vizwiz_vqa_val",
-    "mmmu_test": "mmmu_val",
-    "vqav2": "gqa",
-}
-"""The same for tasks without public answers, which only the benchmark's server scores."""
-
 
 def answer_of(record: Record) -> str:
     """What lmms-eval recorded as the answer, without white space around it."""
@@ -210,27 +193,6 @@ def vqa_samples(records: Sequence[Record]) -> list[Answered]:
     return samples
 
 
-def mmmu_samples(records: Sequence[Record]) -> list[Answered]:
-    """One sample for each question, judged by lmms-eval's own evaluator, which keeps its verdicts to itself."""
-    from lmms_eval.tasks.mmmu.utils import evaluate_mmmu
-
-    def accuracy(verdict: Mapping[str, Any]) -> float:
-        judged: Any = evaluate_mmmu([verdict])
-        return judged[1]["acc"]
-
-    return [
-        Answered(
-            doc_id(record),
-            accuracy(verdict),
-            answer_of(record),
-            str(record["target"]),
-            verdict["subdomain"],
-        )
-        for record in records
-        for verdict in [record["mmmu_acc"]]
-    ]
-
-
 _SCIENCE = each(lambda record: record["exact_match"])
 _TASKS = (
     Task("mmbench_en_dev_static", "lmms-lab-encoder/MMBench", "gpt_eval_score,none", mmbench_samples, unit=100),
@@ -291,18 +253,6 @@ _TASKS = (
     Task("gqa", "lmms-lab-encoder/GQA", "exact_match,none", _SCIENCE),
     Task("textvqa_val", "lmms-lab-encoder/textvqa", "exact_match,none", vqa_samples),
     Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA", "exact_match,none", vqa_samples),
-    Task("docvqa_val", "lmms-lab-encoder/DocVQA", "anls,none", each(lambda record: record["anls"])),
-    Task(
-        "chartqa",
-        "lmms-lab-encoder/ChartQA",
-        "relaxed_overall,none",
-        each(
-            lambda record: record["relaxed_overall"],
-            lambda record: "human" if "relaxed_human_split" in record else "augmented",
-        ),
-    ),
-    Task("realworldqa", "lmms-lab-encoder/RealWorldQA", "exact_match,none", _SCIENCE),
-    Task("mmmu_val", "lmms-lab-encoder/MMMU", "mmmu_acc,none", mmmu_samples),
     Task(
         "seedbench",
         "lmms-lab-encoder/SEED-Bench",
@@ -312,12 +262,6 @@ _TASKS = (
             lambda record: "image" if "seed_image" in record else "video",
         ),
         chance=25,
-    ),
-    Task(
-        "cv_bench",
-        "nyu-visionx/CV-Bench",
-        "cv_bench_acc,none",
-        each(lambda record: record["cv_bench_acc"]["is_correct"], lambda record: record["cv_bench_acc"]["task"]),
     ),
     Task("scenes", "heldout/scenes", "accuracy,none", own_samples, chance=_own_chance, own=True),
     Task("stamps", "heldout/stamps", "accuracy,none", own_samples, chance=_own_chance, own=True),
@@ -347,19 +291,16 @@ def choose(names: str | None) -> list[Task]:
     """The tasks of a comma-separated list of tasks and `GROUPS`; of the paper's Table 4 for None.
 
     Raises:
-        ValueError: a task that needs a judge or a server, naming what to run instead, or one that is not known.
+        ValueError: one is not known, or none is named.
     """
     named = [name.strip() for name in (names or "paper").split(",") if name.strip()]
     chosen = [name for each_name in named for name in GROUPS.get(each_name, (each_name,))]
     for name in chosen:
         if name in TASKS:
             continue
-        judged = [other for start, other in JUDGED.items() if name.startswith(start)]
-        if judged:
-            raise ValueError(f"--tasks {name}: another model judges its answers; run {judged[0]}, which needs none")
-        if submitted := [other for start, other in SUBMITTED.items() if name.startswith(start)]:
-            raise ValueError(f"--tasks {name}: only the benchmark's server can score it; run {submitted[0]}")
-        raise ValueError(f"--tasks {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}")
+        raise ValueError(
+            f"--tasks {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}; stock lmms-eval runs others"
+        )
     if not chosen:
         raise ValueError(f"--tasks {names}: names no task; known: {', '.join(TASKS)}")
     return [TASKS[name] for name in dict.fromkeys(chosen)]

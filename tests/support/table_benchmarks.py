@@ -18,12 +18,7 @@ TASKS = (
     "gqa",
     "textvqa_val",
     "vizwiz_vqa_val",
-    "docvqa_val",
-    "chartqa",
-    "realworldqa",
-    "mmmu_val",
     "seedbench",
-    "cv_bench",
 )
 
 
@@ -42,16 +37,13 @@ MME = [("red", "Yes"), ("red", "No"), ("blue", "No"), ("blue", "No"), ("green", 
 def rows() -> dict[str, dict[str, dict[str, list[dict]]]]:
     """Rows by data set, config and split; the pictures and answers are those of `PLAN`."""
     several = [{"answers": [{"A": "warm", "B": "cold"}[target]] * 10} for _, target in PLAN]
-    documents = [{"answers": [target, "another"]} for _, target in PLAN]
     number = [{"question_id": index} for index in range(len(PLAN))]
-    paper = [{"questionId": str(index)} for index in range(len(PLAN))]
     shared = [{"image": picture(colour), "question": "Which?"} for colour, _ in PLAN]
     answer = [{"answer": target} for _, target in PLAN]
 
     def joined(*parts: list[dict]) -> list[dict]:
         return [{name: value for part in row for name, value in part.items()} for row in zip(*parts, strict=True)]
 
-    options = {"question_type": "multiple-choice", "options": "['warm', 'cold']"}
     mme = [
         {
             "question_id": f"{'code' if index > 3 else 'colours'}/{colour}.png",
@@ -64,25 +56,11 @@ def rows() -> dict[str, dict[str, dict[str, list[dict]]]]:
     ]
     gqa = [{"id": str(i), "imageId": colour, "question": "Which?"} for i, (colour, _) in enumerate(PLAN)]
     pictures = [{"id": colour, "image": picture(colour)} for colour in sorted({colour for colour, _ in PLAN})]
-    mmmu = [
-        {
-            "id": f"validation_{('Art', 'Math')[kind == 'two']}_{i}",
-            "question": "<image 1> Which?",
-            "image_1": row["image"],
-        }
-        for i, (kind, row) in enumerate(zip(KINDS, shared, strict=True))
-    ]
     seed = [
         {"question": "Which?", "data_type": "image" if kind == "one" else "video", "image": [row["image"]]}
         for kind, row in zip(KINDS, shared, strict=True)
     ]
     choices = {f"choice_{letter}": word for letter, word in zip("abcd", ("warm", "cold", "no", "yes"), strict=True)}
-    chart = [{"type": "human_test" if kind == "one" else "augmented_test"} for kind in KINDS]
-    space = [
-        {"idx": i, "type": "2D", "task": "Count" if kind == "one" else "Depth", "source": "COCO", "choices": ["1", "2"]}
-        | {"prompt": "Which?", "answer": f"({target})"}
-        for i, (kind, (_, target)) in enumerate(zip(KINDS, PLAN, strict=True))
-    ]
     return {
         "lmms-lab-encoder/MME": {"default": {"test": mme}},
         "lmms-lab-encoder/GQA": {
@@ -93,12 +71,7 @@ def rows() -> dict[str, dict[str, dict[str, list[dict]]]]:
         "lmms-lab-encoder/VizWiz-VQA": {
             "default": {"val": joined([{"question_id": f"VizWiz_{i}"} for i in range(len(PLAN))], shared, several)}
         },
-        "lmms-lab-encoder/DocVQA": {"DocVQA": {"validation": joined(paper, shared, documents)}},
-        "lmms-lab-encoder/ChartQA": {"default": {"test": joined(shared, answer, chart)}},
-        "lmms-lab-encoder/RealWorldQA": {"default": {"test": joined(shared, answer)}},
-        "lmms-lab-encoder/MMMU": {"default": {"validation": joined(mmmu, answer, [options] * len(PLAN))}},
         "lmms-lab-encoder/SEED-Bench": {"default": {"test": joined(number, answer, [choices] * 7, seed)}},
-        "nyu-visionx/CV-Bench": {"default": {"test": joined(shared, space)}},
     }
 
 
