@@ -1,6 +1,6 @@
 """What the presets for one card take on cards of 24, 48 and 80 GB, alone and by eight; a section of docs/scale.md.
 
-Files of DeepSpeed and sizes of micro-batches are those that a run chooses (llava.train.zero_choice), from what a card
+Files of DeepSpeed and sizes of micro-batches are those that a run chooses (llava.train.memory), from what a card
 of that size has free before anything is loaded. `python -m benchmarks.scale` prints the section.
 """
 
@@ -15,9 +15,9 @@ from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.model.lora import add_lora
+from llava.train.memory import OFFLOAD, Choice, choose
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.telemetry import Work, flop_costs, required_flops
-from llava.train.zero_choice import OFFLOAD, Choice, choose
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen")
 GIB = 2**30

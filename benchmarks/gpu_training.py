@@ -255,12 +255,12 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def estimated_gib(log: str) -> float:
-    """The total, in GiB, of the last memory table that a run printed, or on a CPU of the line in its place.
+    """The total, in GiB, of the last memory estimate that a run printed.
 
     Raises:
-        Failed: the log has neither.
+        Failed: the log has none.
     """
-    totals = re.findall(r"total with working space(?: |.*\s)([\d.]+)(?= of |\s*$)", log, re.MULTILINE)
+    totals = re.findall(r"total with working space ([\d.]+) of ", log)
     if not totals:
         raise Failed("the run printed no line 'total with working space', which holds the memory estimate")
     return float(totals[-1])

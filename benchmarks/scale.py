@@ -4,7 +4,7 @@ Memory is the tree's own estimate (llava.train.memory), with DeepSpeed's estimat
 of three times, as if they overlapped fully:
 
     compute = FLOPs of the step per GPU / (peak x --mfu)
-    network = bytes that one node receives (llava.train.traffic) / bandwidth
+    network = bytes that one node receives (benchmarks.traffic) / bandwidth
     latency = micro-batches x collectives x GPUs x --hop-us
 
     python -m benchmarks.scale > docs/scale.md
@@ -26,12 +26,12 @@ import torch
 
 from benchmarks import cards
 from benchmarks.shapes import PRESETS, SO400M, STAGES
+from benchmarks.traffic import step_traffic
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
 from llava.train.telemetry import Work, flop_costs, required_flops
-from llava.train.traffic import step_traffic
 from llava.train.zero import fit_zero
 from llava.utils.commands import Parser
 from llava.utils.paths import ROOT

@@ -34,8 +34,7 @@ from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
-from llava.train.compilation import compile_layers, compile_tower
-from llava.train.liger import apply_liger, apply_liger_to_tower
+from llava.train.kernels import apply_liger, compile_layers, compile_tower
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
@@ -235,9 +234,7 @@ class Bench:
         torch._dynamo.reset()
         if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
             apply_liger(self.model)
-        if self.layers == LIGER:
-            apply_liger_to_tower(self.model)
-        elif self.layers == LIGER_AND_COMPILED_TOWER:
+        if self.layers == LIGER_AND_COMPILED_TOWER:
             compile_tower(self.model)
         elif self.layers == COMPILED:
             compile_layers(self.model)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Stage 2, full instruction tuning: trains the language model, the projector with its norm, and the vision tower.
-# LORA=1: LLaVA's LoRA recipe, in which the tower stays frozen; LORA_MODULES=decoder,tower: adapters in the tower too.
+# LORA=1: LLaVA's LoRA recipe, in which the tower stays frozen.
 # Every upper-case name below can be set in the environment; --help lists them, DRY_RUN=1 shows what would run.
 set -euo pipefail
 STAGE=finetune
@@ -8,12 +8,8 @@ STAGE=finetune
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 if is_on "${LORA:-}"; then # before the preset, whose learning rates are for full tuning
   : "${LORA_R:=128}" "${LORA_ALPHA:=256}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-5}" "${VISION_TOWER_LR=}"
-  case ${LORA_MODULES:=decoder} in
-    *decoder*tower* | *tower*decoder*) : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter,mm_language_model}" ;;
-    *tower*) : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter}" ;;
-    *) : "${TUNABLE_PARTS:=mm_mlp_adapter,mm_language_model}" ;;
-  esac
-else LORA_R="" LORA_ALPHA="" LORA_MODULES=""; fi
+  : "${TUNABLE_PARTS:=mm_mlp_adapter,mm_language_model}"
+else LORA_R="" LORA_ALPHA=""; fi
 load_preset "$@" # PRESET, NORM, and what both stages share
 
 : "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/data}" "${IMAGE_FOLDER=}" # the Parquet rows hold their images
@@ -47,7 +43,6 @@ launch llava/train/train_mem.py \
   --lora_enable "${LORA_R:+True}" \
   --lora_r "$LORA_R" \
   --lora_alpha "$LORA_ALPHA" \
-  --lora_modules "$LORA_MODULES" \
   --label_masking "$LABEL_MASKING" \
   --model_max_length "$MODEL_MAX_LENGTH" \
   --group_by_modality_length "$GROUP_BY_MODALITY_LENGTH" \

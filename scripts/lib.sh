@@ -91,7 +91,7 @@ launch() { # entry, flags of the stage and of the caller
   local python evaluates=${EVAL_DATA_PATH:-}
   python=$(plain_python) || exit
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=auto}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
-  export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN CHECK RUN_NAME BF16 TF32 \
+  export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN RUN_NAME BF16 TF32 \
     NUM_GPUS CPU_RANKS NNODES HOSTFILE LAUNCHER MAX_RESTARTS NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID
   exec "$python" -m llava.launch "$1" \
     --attn_implementation "${ATTN_IMPLEMENTATION:-}" \

@@ -22,8 +22,6 @@ from llava.launch.supervise import INTERRUPTED, supervise
 from llava.utils.machine import available_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
 
-LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
-
 
 def main(words: list[str], environment: Mapping[str, str]) -> int:
     """Runs what the words and variables say; returns the exit status."""
@@ -46,12 +44,10 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, writes the command into the output folder, trains, and returns the exit status."""
     subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
     first_node = node_rank(environment) in ("", "0")
-    entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry
-    records = first_node and entry == plan.entry
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
         run_before = run_file_stamp(plan.output_dir)
-        if records and not any(plan.output_dir.iterdir()):
+        if first_node and not any(plan.output_dir.iterdir()):
             record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
@@ -61,9 +57,9 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
         if library := preloaded.get("LD_PRELOAD"):
             print(f"note: {library} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True)
     alone = plan.launch.launcher == "python"
-    code = supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+    code = supervise(plan.command(plan.entry), variables, plan.output_dir, first_node=first_node, alone=alone)
     # A folder in use keeps its command unless the trainer took this one: it may refuse it, or find the run finished.
-    if records and run_file_stamp(plan.output_dir) != run_before:
+    if first_node and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)
     return code
 

@@ -112,7 +112,6 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("arm (NORM)", value("mm_projector_norm") + (f", initial norm {init}" if init else "")),
         ("trains", value("mm_tunable_parts") or "mm_mlp_adapter"),
         ("LoRA rank", value("lora_r")),
-        ("LoRA on", value("lora_modules")),
         ("devices", str(plan.devices)),
         ("per-device batch", str(plan.batch.per_device)),
         ("accumulation", str(plan.batch.accumulation)),

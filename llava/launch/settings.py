@@ -43,7 +43,6 @@ VARIABLES: dict[str, dict[str, str]] = {
     },
     "the script itself": {
         "DRY_RUN": "1: show configuration, command and inputs; json: the same as JSON (default: off)",
-        "CHECK": "1: only check the nodes, their links and paths (default: off)",
         "LLAVA_PYTHON": "an interpreter of your own environment: nothing is installed (default: .venv)",
         "PYTHON": "interpreter that .venv is made from (default: python3)",
         "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev, and liger with CUDA's PyTorch)",
@@ -69,7 +68,6 @@ OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_RO
 _FOREIGN = "CACHE_DIR FORM NUM_CPUS PYTHON3 RESET VERSION"  # near ours, and other programs'
 OF_ONE_STAGE = {
     "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
-    "CHECK": "only a single stage can be checked: bash scripts/pretrain.sh",
 }
 """Variables that several runs refuse: a stage that trains nothing would count as finished."""
 REPEATED = {"plugin"}

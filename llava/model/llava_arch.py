@@ -31,7 +31,6 @@ from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
 from llava.model.multimodal_projector.norm import (
     ProjectorNorm,
-    mean_text_embedding_norm,
     norm_differences,
     projector_norm,
     record_norm,
@@ -108,8 +107,8 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
-            model_args: the flags `vision_tower`, `pretrain_mm_mlp_adapter`, `mm_patch_merge_type`, `mm_newline_init`,
-                those of `PROJECTOR_FIELDS` and of `ProjectorNormArguments`.
+            model_args: the flags `vision_tower`, `pretrain_mm_mlp_adapter`, `mm_patch_merge_type`, those
+                of `PROJECTOR_FIELDS` and of `ProjectorNormArguments`.
             dtype: type of the tower's weights.
 
         Raises:
@@ -122,26 +121,11 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             norm = projector_norm(self.mm_projector)
             if norm is not None:  # stages may differ in whether it is trained
                 norm.learnable = self.config.mm_projector_norm_learnable = model_args.mm_projector_norm_learnable
-        self._choose_merge_type(model_args)
+        self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
+        self.add_newline()
         if model_args.pretrain_mm_mlp_adapter:
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config, self.image_newline)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
-
-    def _choose_merge_type(self, model_args: Any) -> None:
-        """Records the merge type; a newline that it needs and that no checkpoint brought starts as the flags say."""
-        self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
-        if self.image_newline is not None:
-            return
-        self.add_newline()
-        if self.image_newline is None:
-            return
-        self.config.mm_newline_init = model_args.mm_newline_init
-        text_norm = mean_text_embedding_norm(self.embed_tokens)
-        with torch.no_grad():
-            if model_args.mm_newline_init == "text_norm":
-                self.image_newline.mul_(text_norm / self.image_newline.norm())
-            norm = self.image_newline.norm().item()
-        logger.info("new image_newline: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
     def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
         config = self.config

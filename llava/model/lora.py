@@ -8,7 +8,6 @@ It needs the model that it was trained on; `llava.model.merge_lora` makes it sel
 import json
 import os
 import re
-from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +26,6 @@ _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own paramet
 # Tower layers have the names of decoder layers (q_proj, ...). Where only the decoder is adapted, PEFT must adapt no
 # tower layer, neither here nor where others load the folder.
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
-DECODER, TOWER = "decoder", "tower"
 
 
 def _peft() -> ModuleType:
@@ -78,10 +76,8 @@ def add_lora(
     dropout: float,
     bias: str,
     dtype: torch.dtype,
-    modules: Collection[str] = (DECODER,),
-    use_dora: bool = False,
 ) -> None:
-    """Puts new adapters next to every linear layer of `modules`, in place; only they (and biases) stay trainable.
+    """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
 
     As in LLaVA, the LM head and the projector get no adapters, and by default neither does the vision tower.
 
@@ -90,23 +86,15 @@ def add_lora(
         r, alpha, dropout: rank; the adapters' factor times `r`; dropout before the adapters.
         bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
         dtype: type of the trained parameters.
-        modules: `decoder`, `tower` or both.
-        use_dora: adapters change direction and magnitude of the weights separately (DoRA, PEFT's switch).
     """
-    layers = model.get_model().layers
-    if set(modules) == {DECODER}:  # written as LLaVA writes it
-        targets, excluded = sorted({name.rsplit(".", 1)[-1] for name in _linear_layers(layers)}), _VISUAL_MODULES
-    else:
-        stacks = [layers] * (DECODER in modules) + [model.get_model().vision_tower.layers] * (TOWER in modules)
-        targets, excluded = "|".join(_names_of_linear_layers(model, stack) for stack in stacks), None
+    linear = [name for name, part in model.get_model().layers.named_modules() if isinstance(part, nn.Linear)]
     config = _peft().LoraConfig(
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
         bias=bias,
-        target_modules=targets,
-        exclude_modules=excluded,
-        use_dora=use_dora,
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name in linear}),  # written as LLaVA writes it
+        exclude_modules=_VISUAL_MODULES,
         task_type="CAUSAL_LM",
     )
     model.add_adapter(config)
@@ -115,18 +103,6 @@ def add_lora(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-
-
-def _linear_layers(module: nn.Module) -> list[str]:
-    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-
-
-def _names_of_linear_layers(model: nn.Module, layers: nn.ModuleList) -> str:
-    """A pattern that matches the full names of the linear layers in a stack of equal layers, and nothing else."""
-    full = {id(module): name for name, module in model.named_modules()}
-    stack, numbers = {full[id(layer)].rpartition(".")[0] for layer in layers}, "|".join(map(str, range(len(layers))))
-    inner = sorted({name for layer in layers for name in _linear_layers(layer)})
-    return rf"{re.escape(stack.pop())}\.({numbers})\.({'|'.join(map(re.escape, inner))})"
 
 
 def has_lora(model: nn.Module) -> bool:

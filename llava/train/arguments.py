@@ -6,9 +6,7 @@ is continued.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +18,6 @@ import transformers
 from transformers import HfArgumentParser
 
 from llava.anyres import check_grids_given, check_modes
-from llava.constants import LossHead
 from llava.model.multimodal_projector.builder import find_projector
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 from llava.utils import plugins
@@ -31,8 +28,8 @@ WITHOUT_EFFECT = (
     # This tree's; of the data the records' digest decides, not their path.
     "plugin data_path image_folder eval_data_path eval_image_folder on_bad_record data_cache_dir "
     "lazy_preprocess is_multimodal max_nonfinite_steps activation_checkpointing "
-    "activation_checkpointing_kwargs gradient_checkpointing hang_timeout cache_dir overwrite_output_dir "
-    "telemetry_steps peak_tflops profile_steps evaluation_strategy "
+    "gradient_checkpointing hang_timeout cache_dir overwrite_output_dir telemetry_steps peak_tflops profile_steps "
+    "evaluation_strategy "
     # The library's.
     "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
     "hub_* push_to_hub trackio_* ddp_timeout ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
@@ -46,7 +43,7 @@ WITHOUT_EFFECT = (
 
 CHANGEABLE = (
     # Rounding alone.
-    "attn_implementation loss_head use_liger_kernel padding_free max_tokens_per_micro_batch compile_layers tf32 "
+    "attn_implementation use_liger_kernel padding_free max_tokens_per_micro_batch compile_layers tf32 "
     # A moved folder; the checkpoint's own projector is loaded over the adapter.
     "model_name_or_path vision_tower pretrain_mm_mlp_adapter "
     # The number of ranks, with the same global batch.
@@ -59,8 +56,9 @@ REFUSED = (
     "batch_eval_metrics bf16_full_eval fp16_full_eval do_predict do_eval label_names push_to_hub hub_token "
     "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision torch_compile torch_compile_backend "
     "torch_compile_mode fsdp fsdp_config parallelism_config auto_find_batch_size length_column_name "
-    "label_smoothing_factor liger_kernel_config enable_jit_checkpoint use_cache neftune_noise_alpha accelerator_config "
-    "dataloader_in_order dataloader_multiprocessing_context"
+    "activation_checkpointing_kwargs gradient_checkpointing_kwargs label_smoothing_factor liger_kernel_config "
+    "enable_jit_checkpoint use_cache neftune_noise_alpha accelerator_config dataloader_in_order "
+    "dataloader_multiprocessing_context"
 )
 """The library's flags that this trainer does not take."""
 
@@ -132,11 +130,6 @@ class ModelArguments(ProjectorNormArguments):
         "Layout of the visual tokens of an image's crops: flat (one crop after another), spatial (the whole image, "
         "then the rows of the grid), spatial_unpad (the same without padding and with a learned image_newline at each "
         "row's end).",
-    )
-    mm_newline_init: Literal["default", "text_norm"] = flag(
-        "default",
-        "Initial L2 norm of a new image_newline: default (LLaVA-NeXT's, near 1) or text_norm (mean norm of the text "
-        "embeddings, measured). The projector's norm does not touch it.",
     )
     mm_use_im_start_end: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
     mm_use_im_patch_token: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
@@ -223,20 +216,12 @@ class TrainingArguments(transformers.TrainingArguments):
     model_max_length: int = flag(
         2048, "Maximum sample length in tokens, counted after images are expanded; longer samples are cut."
     )
-    train_sampling_strategy: Literal["random", "sequential"] = flag(
-        "random", "Order of the samples without --group_by_modality_length."
-    )
     group_by_modality_length: bool = flag(False, "Global batches of one modality and similar length.")
     length_group_window: int = flag(
         1,
         "With --group_by_modality_length: pair the samples of this many global batches, the longest with the shortest, "
         "and put pairs of similar length in one batch. 1 (LLaVA) keeps every global batch a random sample of its "
         "modality; larger values keep ranks with few samples equally busy.",
-    )
-    loss_head: LossHead = flag(
-        "auto",
-        "Loss over the supervised rows: chunked (some rows of logits at a time), plain (all logits), liger (Liger's "
-        "fused kernel, NVIDIA GPUs), auto (chunked).",
     )
     loss_reduction: Literal["token_mean", "micro_batch_mean"] = flag(
         "token_mean",
@@ -251,28 +236,15 @@ class TrainingArguments(transformers.TrainingArguments):
 
     # --- LoRA ---
     lora_enable: bool = flag(
-        False, "Train --lora_modules by LoRA on their linear layers; projector and norm are trained fully."
-    )
-    lora_modules: str = flag(
-        "decoder",
-        "What gets adapters: decoder, tower, or both with a comma. The tower's adapters learn with "
-        "--mm_vision_tower_lr. Parts named here are trained by LoRA alone.",
-    )
-    lora_use_dora: bool = flag(
-        False, "DoRA: adapters learn direction and magnitude of the weights separately (PEFT's use_dora)."
+        False, "Train the language model by LoRA on its linear layers; projector and norm are trained fully."
     )
     lora_r: int = flag(64, "Rank of the LoRA adapters.")
     lora_alpha: int = flag(16, "The adapters are scaled by --lora_alpha / --lora_r.")
     lora_dropout: float = flag(0.05, "Dropout before the adapters.")
-    lora_bias: Literal["none", "all", "lora_only"] = flag(
-        "none", "The language model's biases that are trained: none, all, or those of adapted layers."
-    )
     lora_weight_path: str = flag("", "Accepted for LLaVA's scripts, which never read it; must stay empty.")
     bits: Literal[4, 8, 16] = flag(
         16, "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 (as it is)."
     )
-    double_quant: bool = flag(True, "With --bits 4: quantise the quantisation constants too.")
-    quant_type: Literal["fp4", "nf4"] = flag("nf4", "With --bits 4: the data type.")
 
     # --- micro-batches, kernels, recomputation, and what a rank waits for ---
     activation_checkpointing: str | None = flag(
@@ -283,19 +255,13 @@ class TrainingArguments(transformers.TrainingArguments):
         nargs="?",
         const="True",
     )
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = flag(  # releases of the library before 5.23 lack it
-        None,
-        "How activations are recomputed, as JSON: use_reentrant and the other arguments of PyTorch's checkpoint; "
-        "every_n_layers recomputes every n-th layer only; offload keeps what is saved in host memory.",
-    )
     gradient_checkpointing: bool | None = flag(  # older releases of the library have False here, as if it were given
         None, "The older name of --activation_checkpointing.", nargs="?", const=True
     )
     use_liger_kernel: str = flag(
         "False",
-        "Run the language model's norms, MLPs and rotary embedding, and a tower's norms and gated MLPs unless it is "
-        "compiled, on Liger's fused kernels (NVIDIA GPUs, package liger-kernel): True, False, or auto (where they can "
-        "run; the log says which and why). For the loss see --loss_head.",
+        "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, package "
+        "liger-kernel): True, False, or auto (where they can run).",
         nargs="?",
         const="True",
     )
@@ -384,8 +350,6 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
-        for flag in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-            setattr(self, flag, json_object(flag, getattr(self, flag)))
         if self.metric_for_best_model and self.greater_is_better is None:  # the library only knows names ending in loss
             self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
         if self.metric_for_best_model:
@@ -415,20 +379,6 @@ def checkpointing_choice(value: bool | int | str | None, older: bool | int | str
             f"--activation_checkpointing: expected auto, True, False or a number of decoder layers; found {value!r}"
         )
     return int(text) or False
-
-
-def json_object(flag: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """The value of `--<flag>`, read where it is still text.
-
-    Raises:
-        ValueError: the text is no JSON object.
-    """
-    if not isinstance(value, str):
-        return value
-    with contextlib.suppress(json.JSONDecodeError):
-        if isinstance(content := json.loads(value), dict):
-            return content
-    raise ValueError(f"--{flag}: expected a JSON object such as '{{\"use_reentrant\": true}}', found {value!r}")
 
 
 def choice(flag: str, value: bool | str, *names: str) -> bool | str:

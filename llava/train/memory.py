@@ -1,30 +1,46 @@
-"""How much device memory a run will take, and how many layers must therefore recompute their activations.
+"""Device memory of a run by estimate: which layers recompute their activations, and what `auto` stands for.
 
 The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data.
 Attention has no matrix of all pairs of tokens unless the backend is `eager`, or `sdpa` over packed samples.
 
+`--deepspeed auto` takes the first that fits: whole weights on every device, in ZeRO-2, or without DeepSpeed on a single
+one; ZeRO-3, or recomputation on a single device; offload. ZeRO-2 sends no more bytes than ZeRO-3 in any of the recipes
+(docs/clusters.md). The choice is made before the model is loaded, since ZeRO-3 partitions it while it loads.
+
 Shapes: T tokens of the largest micro-batch, V visual tokens per image.
 """
 
+import copy
+import json
 import logging
 import math
 import os
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 
-from llava.model.attention import SEGMENTS
-from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import is_adapted, is_adapter
+from llava.model.attention import SEGMENTS, VARLEN, packed_attention
+from llava.model.builder import class_of, read_config
+from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
+from llava.model.lora import add_lora, is_adapted, is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
+from llava.model.multimodal_encoder.builder import read_vision_config
 from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.zero3 import full_shape
-from llava.train.arguments import TrainingArguments
-from llava.train.optim import is_trained
-from llava.train.ranks import from_all
+from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
+from llava.train.kernels import has_compiler, liger_runs
+from llava.train.masters import keeps_masters
+from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, is_trained, set_trainable, tunable_parts
+from llava.train.zero import fill_bucket_sizes
+from llava.utils.paths import shipped
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +122,7 @@ def estimate_memory(
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
         layer_input=tokens * width * residual,
         tower_layers=tower.num_layers_used if tower_trained else 0,
-        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul, args.device),
+        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
 
@@ -209,14 +225,10 @@ def _dropout_bytes(layer: nn.Module, matmul: int, device: torch.device) -> int:
     return dropped + (1 if device.type == "cuda" else dropped)
 
 
-def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int, device: torch.device) -> int:
+def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int) -> int:
     """Bytes per token that a layer of a trained tower keeps."""
     kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
-    adapters = 0
-    if is_adapted(tower):
-        inputs = tower.hidden_size * (5 + tower.gated_mlp) + tower.mlp_width
-        adapters = inputs * _dropout_bytes(tower.layers[0], matmul, device)
-    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul + adapters
+    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul
 
 
 def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.device) -> int:
@@ -229,7 +241,7 @@ def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.devi
     return 2 * rows * width * matmul + weight_gradient + rows_at_a_time(rows, vocabulary, device) * vocabulary * logits
 
 
-# --- the decision -----------------------------------------------------------------------------------------------------
+# --- recomputation ----------------------------------------------------------------------------------------------------
 
 
 def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> CheckpointPlan:
@@ -261,12 +273,7 @@ def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, bu
 
 
 def memory_budget(device: torch.device, parameters: int) -> float:
-    """Bytes that a rank may take, including what it holds already.
-
-    Args:
-        device: the rank's device.
-        parameters: bytes of the model, which is in memory already if the device is a CPU.
-    """
+    """Bytes that a rank may take, with the `parameters` that a CPU's memory holds already."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return _USABLE * (free + torch.cuda.memory_reserved(device))
@@ -282,72 +289,205 @@ def set_up_checkpointing(
     Every rank must call: all ranks decide alike, since recomputing gathers weights under ZeRO-3.
     """
     estimate = estimate_memory(model, args, tokens, crops_per_token)
-    budget = min(from_all(memory_budget(args.device, estimate.parameters)))
+    budget = min(gather_object([memory_budget(args.device, estimate.parameters)]))
     plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
-    shown = memory_table if args.device.type == "cuda" else memory_line
-    logger.info("%s", shown(estimate, plan, budget, tokens))
-    if args.activation_checkpointing == "auto" and estimate.total(plan) > budget:
+    total = estimate.total(plan)
+    logger.info(
+        "memory estimate: total with working space %.2f of %.2f GiB usable, micro-batches of up to %d tokens; "
+        "activation checkpointing: %d of %d decoder layers%s",
+        total / 2**30, budget / 2**30, tokens, plan.decoder_layers, estimate.num_layers,
+        ", and the tower's" if plan.tower else "",
+    )  # fmt: skip
+    if args.activation_checkpointing == "auto" and total > budget:
         logger.warning(
             "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
             "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
             "zero3_offload.json or more GPUs"
         )
-    options = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
-    checkpoint_layers(model, plan, options)
+    checkpoint_layers(model, plan)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
     return plan
 
 
-def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, tokens: int) -> str:
-    """The estimate in GiB per device without recomputation, with all of it, and as decided."""
-    plans = (CheckpointPlan(), plan_checkpointing(True, estimate, budget), plan)
-    rows = [
-        ("parameters", *[estimate.parameters] * 3),
-        ("gradients", *[estimate.gradients] * 3),
-        ("optimizer", *[estimate.optimizer] * 3),
-        ("its step", *[estimate.step] * 3),
-        ("decoder activations", *(estimate.activations(p.decoder_layers) for p in plans)),
-        ("tower activations", *(estimate.tower(p.tower) for p in plans)),
-        ("embeddings, projector", *[estimate.embeddings] * 3),
-        ("loss head", *[estimate.loss_head] * 3),
-        ("total with working space", *(estimate.total(p) for p in plans)),
-    ]
-    lines = [f"  {name:<26}" + "".join(f"{value / 2**30:>12.2f}" for value in values) for name, *values in rows]
-    return "\n".join(
-        [
-            f"memory estimate per device in GiB, micro-batches of up to {tokens} tokens; {budget / 2**30:.2f} usable",
-            f"  {'':<26}{'none':>12}{'all':>12}{'this run':>12}   layers recomputed",
-            *lines,
-            f"  {_decided(estimate, plan)}",
-        ]
-    )
-
-
-def memory_line(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, tokens: int) -> str:
-    """The estimate as decided in a line, for a CPU, whose memory seldom decides anything."""
-    total, usable = estimate.total(plan) / 2**30, budget / 2**30
-    return (
-        f"memory estimate: total with working space {total:.2f} of {usable:.2f} GiB usable, micro-batches of up to "
-        f"{tokens} tokens; "
-        f"{_decided(estimate, plan)}"
-    )
-
-
-def _decided(estimate: MemoryEstimate, plan: CheckpointPlan) -> str:
-    tower = ", and the tower's" if plan.tower else ""
-    return f"activation checkpointing: {plan.decoder_layers} of {estimate.num_layers} decoder layers{tower}"
-
-
-def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
-    """Switches recomputation on for the planned layers, with `--activation_checkpointing_kwargs`."""
+def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan) -> None:
+    """Switches recomputation on for the planned layers."""
     if plan == CheckpointPlan():
         return
-    options = dict(options or {})
-    ours = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     # Releases of the library before 5.23 know only the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options or None, **ours)
+    enable()
     decoder = model.get_model()
     others: list[Any] = [*decoder.layers[plan.decoder_layers :], *([] if plan.tower else decoder.vision_tower.layers)]
     for layer in others:
         layer.gradient_checkpointing = False
+
+
+# --- what auto stands for ---------------------------------------------------------------------------------------------
+
+AUTO = "auto"
+ZERO_2, ZERO_3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
+OFFLOAD = "deepspeed_configs/zero3_offload.json"
+MOST_TOKENS = 16384  # of a micro-batch that is chosen: beyond it a GPU's products become no faster
+_STEP = 512
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """DeepSpeed's file ("" for none), tokens of a micro-batch, whether layers recompute, and bytes per device."""
+
+    zero: str
+    tokens: int
+    recomputes: bool
+    needed: int
+
+
+def runs_alone() -> bool:
+    """Whether the launcher started this process alone."""
+    return int(os.environ.get("WORLD_SIZE", 1)) == 1
+
+
+def resolve_auto(argv: list[str]) -> list[str]:
+    """The command line with the flags that `--deepspeed auto` stands for; without it, as it is. Every rank must call.
+
+    A process that is alone and takes no DeepSpeed also leaves its launcher's group of one rank.
+
+    Raises:
+        ValueError: a process that is alone sees several GPUs, over which the library would divide a batch.
+    """
+    if read_flags(argv).deepspeed != AUTO:
+        return argv
+    alone, ranks = runs_alone(), {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
+    if alone and torch.cuda.device_count() > 1:
+        raise ValueError("--deepspeed auto with one rank: several GPUs are visible; set CUDA_VISIBLE_DEVICES to one")
+    for name in ranks if alone else ():
+        del os.environ[name]
+    parsed: Any = parse_flags([*argv, "--deepspeed", "" if alone else ZERO_2])
+    model_args, _, args = parsed
+    by_memory = args.max_tokens_per_micro_batch == AUTO
+    if args.bits < 16:  # ZeRO-3 cannot partition quantised weights
+        cap = ["--max_tokens_per_micro_batch", str(args.model_max_length)] if by_memory else []
+        return [*argv, "--deepspeed", "" if alone else ZERO_2, *cap]
+    model = planned_model(model_args, args)
+    if args.use_liger_kernel == AUTO:
+        args.use_liger_kernel = args.compile_layers is not True and liger_runs(model)
+    budget = min(gather_object([memory_budget(args.device, 0)]))
+    # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
+    tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
+    choice = choose(model, args, budget, None if by_memory else tokens)
+    if alone and choice.zero:
+        os.environ.update(ranks)
+    whole = choice.zero in ("", ZERO_2) and not choice.recomputes
+    compiles = whole and not args.use_liger_kernel and can_compile(model, args)
+    compiled = ["--compile_layers", "True"] if compiles else []
+    zero = ["--deepspeed", choice.zero]
+    cap = ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
+    if args.process_index == 0:
+        recomputed = "with layers recomputed" if choice.recomputes else "without recomputation"
+        print(
+            f"--deepspeed auto: {' '.join([choice.zero or 'no DeepSpeed', *cap, *compiled])}, which takes "
+            f"{choice.needed / 2**30:.2f} of {budget / 2**30:.2f} usable GiB {recomputed}, by estimate",
+            flush=True,
+        )
+    return [*compiled, *argv, *zero, *cap]
+
+
+def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
+    """What fits into `budget` bytes of each device, the first of `_candidates`; the last of them if none does.
+
+    Args:
+        model: the model with `requires_grad` set; it needs no weights.
+        args: the training arguments; their `deepspeed` does not count.
+        budget: bytes that a rank may take.
+        tokens: of the largest micro-batch; None chooses them, at least those of the longest sample.
+    """
+    choice = None
+    for zero, sizes, recomputes in _candidates(args, tokens):
+
+        def made(size: int, zero: str = zero, recomputes: bool = recomputes) -> Choice:
+            estimate = estimate_under(zero, model, args, size)
+            plan = plan_checkpointing(AUTO if recomputes else False, estimate, budget)
+            return Choice(zero, size, recomputes, estimate.total(plan))
+
+        # Sizes fall, and fewer tokens need less.
+        first = bisect_left(sizes, True, key=lambda size, made=made: made(size).needed <= budget)
+        choice = made(sizes[min(first, len(sizes) - 1)])
+        if choice.needed <= budget:
+            break
+    assert choice is not None
+    return choice
+
+
+def _candidates(args: Any, tokens: int | None) -> Iterator[tuple[str, range | list[int], bool]]:
+    """Files of DeepSpeed, sizes of a micro-batch and whether layers may recompute, the best first.
+
+    A micro-batch is as large as fits without recomputation; with it, as large as the longest sample.
+    """
+    longest = args.model_max_length
+    sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)
+    shortest = [tokens or longest]
+    several = args.world_size > 1
+    yield ZERO_2 if several else "", sizes, False
+    yield ZERO_3 if several else "", shortest, True
+    if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
+        yield OFFLOAD, shortest, True
+
+
+def estimate_under(zero: str, model: LlavaMetaForCausalLM, args: Any, tokens: int) -> MemoryEstimate:
+    """The memory estimate of a run with the file `zero` of DeepSpeed, or without it."""
+    planned = copy.copy(args)
+    planned.deepspeed = zero
+    if zero:
+        config = json.loads(Path(shipped(zero)).read_text(encoding="utf-8"))
+        fill_bucket_sizes(model, config["zero_optimization"])
+        planned.hf_deepspeed_config = SimpleNamespace(config=config)
+    return estimate_memory(model, planned, tokens)
+
+
+def weight_dtypes(args: TrainingArguments) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The types of frozen weights, of trained ones, and of the trained weights of language model and tower.
+
+    DeepSpeed keeps fp32 masters itself. Elsewhere trained weights are fp32 and autocast lowers the arithmetic; only the
+    large parts are in 16 bits if they have masters.
+    """
+    frozen = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    trained = frozen if args.deepspeed else torch.float32
+    return frozen, trained, frozen if keeps_masters(args) else trained
+
+
+def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaMetaForCausalLM:
+    """The model that the flags describe, without weights, norm and newline, with `requires_grad` set."""
+    config, parts = read_config(model_args.model_name_or_path, cache_dir=args.cache_dir), tunable_parts(model_args)
+    frozen, trained, large = weight_dtypes(args)
+    if not getattr(config, "mm_vision_config", None):
+        config.mm_vision_tower = model_args.vision_tower
+        config.mm_vision_config = read_vision_config(model_args.vision_tower or "")
+        for field in PROJECTOR_FIELDS:
+            setattr(config, field, getattr(model_args, field))
+    config.mm_projector_norm = "none"
+    with torch.device("meta"):
+        model: Any = class_of(config)(config)
+    model.to(large if LANGUAGE_MODEL in parts and not args.lora_enable else frozen)
+    model.get_model().vision_tower.to(large if VISION_TOWER in parts else frozen)
+    model.get_model().mm_projector.to(trained)
+    model.tie_weights()
+    if args.lora_enable:
+        add_lora(model, args.lora_r, args.lora_alpha, args.lora_dropout, "none", trained)
+    set_trainable(model, parts)
+    attention = model_args.attn_implementation
+    if args.padding_free:
+        attention = packed_attention(attention, args.device, frozen)
+    model.config._attn_implementation = attention
+    model.lm_head.loss_head = "chunked"
+    return model
+
+
+def can_compile(model: LlavaMetaForCausalLM, args: TrainingArguments) -> bool:
+    """Whether compiled layers would run here: on a GPU, with a kernel for packed samples, a compiler, no adapters."""
+    packed = (VARLEN, "flash_attention_2", "flash_attention_3")
+    return bool(
+        args.device.type == "cuda"
+        and not args.lora_enable
+        and model.config._attn_implementation in packed
+        and has_compiler()
+    )

@@ -34,10 +34,10 @@ from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, decides_numbers
 from llava.train.batches import global_batch_size, sample_order
+from llava.train.checks import image_store
 from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
 from llava.train.ranks import from_first
-from llava.train.run_checks import image_store
 from llava.utils import plugins
 from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.files import write_json, write_text

@@ -4,15 +4,22 @@ Runs as `python -m llava.train.train`, or under `deepspeed`, `torchrun` and SLUR
 scripts/finetune.sh. `--help` documents every flag.
 """
 
+import contextlib
 import logging
+import os
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
+import torch
+import transformers
 from transformers import set_seed
 
 from llava.model.lora import has_lora
-from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.building import build_model, build_trainer, training_tokenizer
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
+from llava.train.build import build_model, build_trainer, training_tokenizer
 from llava.train.checkpoint import (
     begin_run,
     choose_start,
@@ -20,10 +27,7 @@ from llava.train.checkpoint import (
     named_save_errors,
     use_converted_states,
 )
-from llava.train.closing import print_next_steps
-from llava.train.compilation import decide_compilation
-from llava.train.launch_check import check_launch, spans_nodes
-from llava.train.run_checks import (
+from llava.train.checks import (
     EVAL_QUARANTINE,
     QUARANTINE,
     check_flags,
@@ -31,12 +35,20 @@ from llava.train.run_checks import (
     checked_records,
     report_left_out,
 )
+from llava.train.closing import print_next_steps
+from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
+from llava.train.kernels import decide_compilation
+from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
-from llava.train.stop_signal import StopSignal
-from llava.train.training_process import end_process, parse_arguments, training_process, watchdog_of
-from llava.utils.failures import Watchdog, of_flag
+from llava.train.stop_signal import StoppedEarly, StopSignal
+from llava.train.zero import let_ninja_be_found
+from llava.utils.code_folders import refuse_shared_variable
+from llava.utils.failures import Watchdog, of_flag, refusal
+from llava.utils.locks import InUse
 
 logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
+
+Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
 
 
 def main(attn_implementation: str | None = None) -> None:
@@ -47,10 +59,9 @@ def main(attn_implementation: str | None = None) -> None:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {of_flag(error, argv)}", file=sys.stderr)
         sys.exit(2)
-    watchdog = watchdog_of(parsed[2])
+    watchdog = Watchdog(parsed[2].output_dir, parsed[2].process_index, parsed[2].hang_timeout)
     try:
-        with training_process(parsed[2], watchdog) as stop_signal:
-            run(*parsed, watchdog, stop_signal)
+        run(*parsed, watchdog)
     except Exception as error:
         end_process(error, watchdog)
 
@@ -63,31 +74,40 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         attn_implementation: default of `--attn_implementation`.
     """
     parsed = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
-    watchdog = watchdog_of(parsed[2])
-    with training_process(parsed[2], watchdog) as stop_signal:
-        run(*parsed, watchdog, stop_signal)
+    run(*parsed, Watchdog(parsed[2].output_dir, parsed[2].process_index, parsed[2].hang_timeout))
+
+
+def parse_arguments(argv: list[str], attn_implementation: str | None = None) -> Arguments:
+    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
+
+    Raises:
+        ValueError: flags contradict each other, or others can write where DeepSpeed's ops are loaded from.
+    """
+    if any(arg.startswith("--deepspeed") for arg in argv):
+        let_ninja_be_found()
+        refuse_shared_variable("TORCH_EXTENSIONS_DIR")
+        chooses_none = runs_alone() and read_flags(argv).deepspeed == AUTO  # ranks that are alone take no DeepSpeed
+        if not torch.accelerator.is_available() and not chooses_none:
+            use_gloo_backend()
+    return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
 
 
 def run(
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    training_args: TrainingArguments,
-    watchdog: Watchdog,
-    stop_signal: StopSignal,
+    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments, watchdog: Watchdog
 ) -> None:
-    """Checks flags and launch, and trains while it holds the output folder."""
-    check_flags(model_args, data_args, training_args)
-    decide_compilation(training_args)
-    if spans_nodes():
-        inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
-        inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)
-        inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
-        check_launch(inputs, training_args.output_dir, training_args.device)
-    with held_folder(training_args), named_save_errors(Path(training_args.output_dir)):
-        run_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
+    """Checks flags and nodes, and trains while it holds the output folder."""
+    with training_process(training_args, watchdog) as stop_signal:
+        check_flags(model_args, data_args, training_args)
+        decide_compilation(training_args)
+        inputs = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
+        inputs += [*(data_args.data_path or "").split(","), data_args.image_folder]
+        inputs += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
+        check_nodes([path for path in inputs if path], training_args.output_dir)
+        with held_folder(training_args), named_save_errors(Path(training_args.output_dir)):
+            train_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
 
-def run_in_folder(
+def train_in_folder(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
@@ -98,7 +118,8 @@ def run_in_folder(
     output_dir, is_first = Path(training_args.output_dir), training_args.process_index == 0
     records, write_left_out = checked_records(model_args, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
-    tokenizer = training_tokenizer(model_args, training_args)
+    path, max_length = model_args.model_name_or_path, training_args.model_max_length
+    tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
     settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
     start = choose_start(training_args, settings)
     if start.finished is not None:
@@ -142,6 +163,60 @@ def run_in_folder(
     report_left_out(records, str(output_dir))
     report_left_out(eval_records, str(output_dir), EVAL_QUARANTINE)
     print_next_steps(model_args, data_args, str(output_dir), trainer.adapter_only, has_lora(model))
+
+
+# --- the process around a training ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def training_process(training_args: TrainingArguments, watchdog: Watchdog) -> Iterator[StopSignal]:
+    """A context to train in: signals are handled, and an error leaves a report.
+
+    After it every rank leaves the process group, and exits with `StopSignal.exit_code` if a signal ended the run.
+    """
+    set_up_logging(training_args)
+    stop_signal = StopSignal().install()
+    try:
+        yield stop_signal
+        stop_signal.say_where(training_args.output_dir)
+    except StoppedEarly:
+        stop_signal.say_where(training_args.output_dir)
+    except InUse:  # no report: the folder is another training's
+        raise
+    except Exception as error:
+        watchdog.report_exception(error)
+        raise
+    finally:
+        watchdog.stop()
+        stop_signal.remove()
+    leave_process_group()
+    if stop_signal.stopped:
+        sys.exit(stop_signal.exit_code())
+
+
+def set_up_logging(training_args: TrainingArguments) -> None:
+    """Lets the first rank's messages and progress bars reach the console; the other ranks only warn."""
+    level = logging.INFO if training_args.process_index == 0 else logging.WARNING
+    if training_args.process_index != 0:
+        transformers.utils.logging.disable_progress_bar()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("llava").setLevel(level)
+
+
+def end_process(error: Exception, watchdog: Watchdog) -> NoReturn:
+    """Ends the process with one line and status 2 if the user can fix the error, else with its traceback and 1."""
+    message = refusal(error)
+    if message is None:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    else:
+        rank = f"rank {watchdog.rank}: " if joined() else ""
+        report = f" (traceback: {watchdog.folder})" if watchdog.reported else ""
+        print(f"{rank}error: {message}{report}", file=sys.stderr)
+    sys.stderr.flush()
+    status = 1 if message is None else 2
+    if joined():  # a normal exit could wait forever for other ranks
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

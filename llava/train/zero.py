@@ -53,28 +53,6 @@ def check_zero(args: TrainingArguments) -> None:
             f"--deepspeed {args.deepspeed}: {', '.join(options)}: DeepSpeed's kernels read them as fp16, and the "
             f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
         )
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-        build_cpu_adam(args)
-
-
-def build_cpu_adam(args: TrainingArguments) -> None:
-    """Compiles DeepSpeed's Adam for offloaded states before a model is loaded, if it is not compiled yet.
-
-    Raises:
-        ValueError: it cannot be compiled.
-    """
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    try:
-        CPUAdamBuilder().load()
-    except Exception as error:  # the compiler's, of any kind
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
-        raise ValueError(
-            f"--deepspeed {args.deepspeed}: offload runs Adam on the CPU, which DeepSpeed could not compile "
-            f"({reason.strip()}); install a C++ compiler and Python's headers (Debian: apt-get install g++ "
-            "python3-dev), or take a file without offload_optimizer"
-        ) from error
 
 
 def let_ninja_be_found() -> None:

@@ -21,7 +21,7 @@ from transformers import Trainer
 from llava.train import train as tree
 
 try:
-    from llava.train import building as parts  # this tree's, where the trainer is made
+    from llava.train import build as parts  # this tree's, where the trainer is made
 except ImportError:
     parts = tree  # LLaVA has everything in one module
 

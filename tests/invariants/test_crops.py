@@ -28,11 +28,10 @@ from llava.data.images import ImageStore
 from llava.mm_utils import process_images
 from llava.model.builder import load_pretrained_model
 from llava.model.merge_lora import merge_lora
-from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 from llava.train.batches import most_crops
+from llava.train.checks import checked_records
 from llava.train.memory import estimate_memory
-from llava.train.run_checks import checked_records
 from llava.train.telemetry import LOG_FILE, batch_work, flop_costs, required_flops
 
 NEWLINE = "model.image_newline"
@@ -229,13 +228,6 @@ def test_an_adapter_without_newline_says_so_and_one_too_many_is_refused(tiny, sh
         train_module.build_model(*train_module.parse_arguments(flat))
 
 
-def test_the_newline_may_start_with_the_norm_of_a_text_embedding(tiny, shapes, tmp_path):
-    argv = flags(tiny, tmp_path, 2, **shapes, **ANYRES, mm_newline_init="text_norm")
-    decoder = train_module.build_model(*train_module.parse_arguments(argv)).get_model()
-    target = mean_text_embedding_norm(decoder.embed_tokens)
-    assert target < 0.7 and decoder.image_newline.norm().item() == pytest.approx(target, rel=1e-5)
-
-
 def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
     with pytest.raises(ValueError, match="mm_patch_merge_type: checkpoint 'spatial_unpad', flags 'flat'"):
         run(tiny, tmp_path, 2, **shapes, model_name_or_path=stage_1, vision_tower=None)
@@ -270,7 +262,6 @@ def test_lora_saves_the_newline_with_its_adapters_and_merging_restores_it(tiny, 
         ({"image_grid_pinpoints": GRIDS}, "has no effect with --image_aspect_ratio square"),
         ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[17,32]]"}, "17 x 32 pixels cannot be cut"),
         ({"mm_patch_merge_type": "spatial_maxpool2x2"}, "expected flat, spatial, spatial_unpad"),
-        ({"mm_newline_init": "text_norm"}, "--mm_newline_init has no effect"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_before_anything_is_read(tiny, tmp_path, given, message):

@@ -20,7 +20,7 @@ from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.model.attention import FLASH, SEGMENTS, VARLEN, packed_attention
 from llava.model.loss import LMHead, has_liger
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.train.liger import apply_liger
+from llava.train.kernels import apply_liger
 from llava.train.optim import set_trainable
 
 pytestmark = pytest.mark.gpu  # as in pytest -m gpu

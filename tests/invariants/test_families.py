@@ -23,7 +23,7 @@ from llava.model.attention import SEGMENTS, VARLEN, packed_attention, segments_a
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
 from llava.model.rotary import rebuild_rotary
-from llava.train.compilation import compile_layers
+from llava.train.kernels import compile_layers
 from llava.train.memory import estimate_memory
 from llava.train.telemetry import batch_work, flop_costs, required_flops
 

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
 from llava.launch.recipe import resolved_run
-from llava.train import checkpoint, run_checks, stop_signal
+from llava.train import checkpoint, checks, stop_signal
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import MARKER, OLDER_MARKER, ResumeError, SaveError, find_checkpoint, folder_faults
@@ -647,7 +647,7 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, monkeypatch, started, overrides, line):
-    monkeypatch.setattr(run_checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
     status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
     assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
 

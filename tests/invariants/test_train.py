@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from data_files import write_varied
-from pairwise import pairwise
 from safetensors.torch import load_file
 from training import flags, run
 
@@ -296,14 +295,10 @@ def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "use_reentrant", "stage"), pairwise(("True", 1), (True, False), (1, 2)))
-def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_reentrant, stage):
+@pytest.mark.parametrize(("layers", "stage"), [("True", 1), (1, 2), ("True", 2)])
+def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, stage):
     plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
-    options = {
-        "activation_checkpointing": layers,
-        "activation_checkpointing_kwargs": f'{{"use_reentrant": {json.dumps(use_reentrant)}}}',
-    }
-    checkpointed, _ = run(tiny, tmp_path / "ckpt", stage, **options)
+    checkpointed, _ = run(tiny, tmp_path / "ckpt", stage, activation_checkpointing=layers)
     for name in plain:
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
@@ -333,7 +328,7 @@ def test_the_planned_layers_are_checkpointed(tiny, tmp_path, monkeypatch, caplog
     assert [layer.gradient_checkpointing for layer in model.get_model().layers] == decoder
     assert [layer.gradient_checkpointing for layer in model.get_vision_tower().layers] == tower
     (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("memory estimate"))
-    assert f"{sum(decoder)} of 2 decoder layers" in line and "\n" not in line  # the table is for GPUs
+    assert f"{sum(decoder)} of 2 decoder layers" in line
 
 
 def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):

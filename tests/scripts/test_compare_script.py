@@ -194,7 +194,7 @@ COMMANDS = {
 }
 PLAN = ROOT / "docs/data/study-plan.json"
 PLANNED = {"plan": {"MAX_STEPS"}}
-VALUES = {"DRY_RUN": "1", "CHECK": "1"}
+VALUES = {"DRY_RUN": "1"}
 
 
 def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:

@@ -18,15 +18,15 @@ REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
 FROZEN = {
     ModelArguments: "model_name_or_path plugin version attn_implementation freeze_backbone tune_mm_mlp_adapter "
     "freeze_mm_mlp_adapter unfreeze_mm_vision_tower mm_tunable_parts vision_tower mm_vision_select_layer "
-    "mm_vision_select_feature pretrain_mm_mlp_adapter mm_projector_type mm_patch_merge_type mm_newline_init "
+    "mm_vision_select_feature pretrain_mm_mlp_adapter mm_projector_type mm_patch_merge_type "
     "mm_use_im_start_end mm_use_im_patch_token",
     DataArguments: "data_path image_folder eval_data_path eval_image_folder on_bad_record "
     "data_cache_dir image_aspect_ratio image_orientation "
     "image_grid_pinpoints label_masking lazy_preprocess is_multimodal",
     TrainingArguments: "optim lr_scheduler_type warmup_ratio mm_projector_lr mm_vision_tower_lr model_max_length "
-    "train_sampling_strategy group_by_modality_length length_group_window loss_head loss_reduction "
-    "max_nonfinite_steps lora_enable lora_modules lora_use_dora lora_r lora_alpha lora_dropout lora_bias "
-    "lora_weight_path bits double_quant quant_type activation_checkpointing activation_checkpointing_kwargs "
+    "group_by_modality_length length_group_window loss_reduction "
+    "max_nonfinite_steps lora_enable lora_r lora_alpha lora_dropout "
+    "lora_weight_path bits activation_checkpointing "
     "gradient_checkpointing use_liger_kernel remove_unused_columns padding_free max_tokens_per_micro_batch "
     "hang_timeout compile_layers save_strategy cache_dir overwrite_output_dir "
     "eval_generate evaluation_strategy telemetry_steps peak_tflops profile_steps",

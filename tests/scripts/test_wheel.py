@@ -85,7 +85,7 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     assert plan["flags"]["output_dir"] == "checkpoints/qwen2.5-7b-gwc_layernorm-finetune-lora"
     shown = installed("llava-recipe", "pretrain", DRY_RUN=1, NUM_GPUS=1)
     assert f"relative paths start at {installed.cwd}" in shown.stdout
-    demo = installed("llava-recipe", "pretrain", CHECK=1, PRESET="demo", COLUMNS=300)
+    demo = installed("llava-recipe", "pretrain", DRY_RUN=1, PRESET="demo", COLUMNS=300)
     assert f"run: {sys.executable} -m playground all --data scenes" in demo.stdout
 
 

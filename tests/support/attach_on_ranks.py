@@ -60,7 +60,7 @@ def alone(way: str, model: str, output: str) -> dict[str, torch.Tensor]:
 
 def zero3(model: str, output: str) -> None:
     from llava.model.zero3 import full_state_dict, is_partitioned
-    from llava.train.cpu_distributed import use_gloo_backend
+    from llava.train.distributed import use_gloo_backend
 
     use_gloo_backend()
     config = json.loads((ROOT / "deepspeed_configs/zero3.json").read_text())

@@ -17,7 +17,7 @@ from tiny_models import STAGE_1, STAGE_2, make
 from llava.model.attention import SEGMENTS
 from llava.model.lora import add_lora
 from llava.model.zero3 import gathered
-from llava.train.cpu_distributed import use_gloo_backend
+from llava.train.distributed import use_gloo_backend
 from llava.train.memory import estimate_memory
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.zero import fit_zero

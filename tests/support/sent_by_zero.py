@@ -51,9 +51,9 @@ from batches import IMG, collated  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from tiny_models import STAGE_1, STAGE_2, trained  # noqa: E402
 
+from benchmarks.traffic import step_traffic  # noqa: E402
 from llava.model.attention import SEGMENTS  # noqa: E402
-from llava.train.cpu_distributed import use_gloo_backend  # noqa: E402
-from llava.train.traffic import step_traffic  # noqa: E402
+from llava.train.distributed import use_gloo_backend  # noqa: E402
 
 PARTS = {1: STAGE_1, 2: STAGE_2}
 

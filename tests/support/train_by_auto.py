@@ -9,21 +9,22 @@ import os
 import sys
 
 import train_in_turn
+from accelerate.utils import gather_object
 
-from llava.train import training_process, zero_choice
-from llava.train.ranks import from_all
+from llava.train import memory
+from llava.train import train as train_module
 
 
 def resolve_alike(argv: list[str]) -> list[str]:
-    flags = from_all(zero_choice.resolve_auto(argv))
+    flags = gather_object([memory.resolve_auto(argv)])
     assert all(words == flags[0] for words in flags), f"the ranks choose {[words[-1] for words in flags]}"
     return flags[0]
 
 
 def main() -> None:
     usable = json.loads(sys.argv.pop())
-    zero_choice.memory_budget = lambda device, parameters: usable.pop(0)[int(os.environ["RANK"])]
-    training_process.resolve_auto = resolve_alike
+    memory.memory_budget = lambda device, parameters: usable.pop(0)[int(os.environ["RANK"])]
+    train_module.resolve_auto = resolve_alike
     train_in_turn.main()
 
 

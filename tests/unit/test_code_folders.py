@@ -9,8 +9,8 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from llava.analysis.loading import config_fields
-from llava.train.compilation import compile_layers
-from llava.train.training_process import parse_arguments
+from llava.train.kernels import compile_layers
+from llava.train.train import parse_arguments
 from llava.utils.code_folders import CODE_FOLDERS, refuse_shared, refuse_shared_variable
 
 OTHER_USER = 54321

@@ -25,8 +25,8 @@ from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import data_files, load_records
 from llava.model.loss import LMHead, LossTally
 from llava.train.arguments import DataArguments
+from llava.train.checks import checked_eval_records, report_left_out
 from llava.train.nonfinite import NonFiniteGuard
-from llava.train.run_checks import checked_eval_records, report_left_out
 
 RULES = Rules(get_template("chatml"), "assistant")
 

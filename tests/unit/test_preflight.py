@@ -32,7 +32,7 @@ from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
-from llava.train import run_checks
+from llava.train import checks
 from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
@@ -361,7 +361,7 @@ def test_training_says_that_a_check_is_remembered(tiny, tmp_path, monkeypatch, c
     done = counted(monkeypatch)
     options = {"data_cache_dir": tmp_path / "cache"}
     for again in (False, True):
-        run_checks.checked_records(*train_module.parse_arguments(flags(tiny, tmp_path, 2, **options)))
+        checks.checked_records(*train_module.parse_arguments(flags(tiny, tmp_path, 2, **options)))
         assert ("which is remembered; checks again: python -m llava.data.preflight" in caplog.text) == again
         assert len(done) == 1
 

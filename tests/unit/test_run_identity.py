@@ -15,10 +15,10 @@ from training import flags
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.train import run_record as module
-from llava.train.building import training_tokenizer
+from llava.train.build import training_tokenizer
 from llava.train.checkpoint import ResumeError, check_settings
 from llava.train.run_record import pictures_digest, run_settings, write_settings
-from llava.train.training_process import parse_arguments
+from llava.train.train import parse_arguments
 from llava.utils.digests import sampled_digest
 
 CONTENTS = ("pictures", "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures")
@@ -30,7 +30,7 @@ def identity(root: Path, **overrides):
     model_args, data_args, training_args = parse_arguments(flags(root, root / "run", 1, **overrides))
     records = load_records(data_args.data_path)
     eval_records = load_records(data_args.eval_data_path) if data_args.eval_data_path else None
-    tokenizer = training_tokenizer(model_args, training_args)
+    tokenizer = training_tokenizer(model_args.model_name_or_path, training_args.model_max_length, None)
     return run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
 
 

@@ -12,24 +12,21 @@ from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
-from llava.model.builder import load_language_model, read_config
+from llava.model.builder import load_language_model, quantization_config, read_config
 from llava.model.context import context_length
 from llava.model.decoding import unused
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import TOWER
+from llava.model.lora import add_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
-from llava.train.compilation import set_up_compilation
+from llava.train.checks import EVAL_IMAGES, image_store
 from llava.train.heldout import HeldOut, check_metric, eval_data_arguments
-from llava.train.liger import set_up_liger
+from llava.train.kernels import set_up_kernels
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.lora import add_lora_by_flags, lora_modules, prepare_quantized, quantized_loading
-from llava.train.masters import keeps_masters
-from llava.train.memory import set_up_checkpointing
+from llava.train.memory import set_up_checkpointing, weight_dtypes
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.run_checks import EVAL_IMAGES, image_store
 from llava.train.run_record import Settings, run_settings
 from llava.train.zero import fit_zero
 
@@ -39,20 +36,14 @@ logger = logging.getLogger(__name__)
 CONFIG_FLAGS = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "mm_use_im_start_end", "mm_use_im_patch_token")
 
 
-def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> PreTrainedTokenizerBase:
+def training_tokenizer(path: str, model_max_length: int, cache_dir: str | None) -> PreTrainedTokenizerBase:
     """The language model's tokenizer.
 
     Raises:
         ValueError: there is none; the message names the flag.
     """
-    path = model_args.model_name_or_path
     try:
-        return load_tokenizer(
-            path,
-            cache_dir=training_args.cache_dir,
-            model_max_length=training_args.model_max_length,
-            padding_side="right",
-        )
+        return load_tokenizer(path, cache_dir=cache_dir, model_max_length=model_max_length, padding_side="right")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -60,42 +51,32 @@ def training_tokenizer(model_args: ModelArguments, training_args: TrainingArgume
         ) from error
 
 
-def arithmetic_dtype(training_args: TrainingArguments) -> torch.dtype:
-    """The type in which the model computes, by `--bf16` and `--fp16`."""
-    return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
-
-
 def build_model(
     model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
 ) -> LlavaMetaForCausalLM:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
-    parts = tunable_parts(model_args)
-    frozen_dtype = arithmetic_dtype(training_args)
-    # DeepSpeed keeps fp32 masters itself. Elsewhere trained weights are fp32 and autocast lowers the arithmetic; only
-    # the large parts, language model and tower, are in 16 bits if they have masters.
-    trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
-    large_dtype = frozen_dtype if keeps_masters(training_args) else trained_dtype
+    parts, path, lora = tunable_parts(model_args), model_args.model_name_or_path, training_args.lora_enable
+    frozen_dtype, trained_dtype, large_dtype = weight_dtypes(training_args)
     attention = model_args.attn_implementation
     if training_args.padding_free:
-        attention = packed_attention(
-            attention, training_args.device, frozen_dtype, compiled=training_args.compile_layers is True
-        )
+        compiled = training_args.compile_layers is True
+        attention = packed_attention(attention, training_args.device, frozen_dtype, compiled=compiled)
     model = load_language_model(
-        model_args.model_name_or_path,
-        read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
-        dtype=large_dtype if LANGUAGE_MODEL in parts and not training_args.lora_enable else frozen_dtype,
+        path,
+        read_config(path, cache_dir=training_args.cache_dir),
+        dtype=large_dtype if LANGUAGE_MODEL in parts and not lora else frozen_dtype,
         attn_implementation=attention,
         cache_dir=training_args.cache_dir,
-        **quantized_loading(training_args, frozen_dtype),
+        **quantized_loading(training_args.bits, frozen_dtype, training_args.device),
     )
-    prepare_quantized(model, training_args, frozen_dtype)
-    if note := unused(model_args.model_name_or_path, model.file_decoding):
+    if training_args.bits < 16:
+        prepare_quantized(model, frozen_dtype)
+    if note := unused(path, model.file_decoding):
         logger.info("%s (recorded in run.json)", note)
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    adapted_tower = training_args.lora_enable and TOWER in lora_modules(training_args)
-    tower_dtype = large_dtype if VISION_TOWER in parts and not adapted_tower else frozen_dtype
+    tower_dtype = large_dtype if VISION_TOWER in parts else frozen_dtype
     decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
     decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
@@ -103,15 +84,33 @@ def build_model(
         decoder.image_newline.data = decoder.image_newline.data.to(trained_dtype)
     if training_args.deepspeed:
         rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
-    add_lora_by_flags(model, training_args, trained_dtype)
+    if lora:
+        add_lora(
+            model, training_args.lora_r, training_args.lora_alpha, training_args.lora_dropout, "none", trained_dtype
+        )
     set_trainable(model, parts)
-    set_up_compilation(model, training_args)
-    set_up_liger(model, training_args)
+    set_up_kernels(model, training_args)
     model.padding_free = training_args.padding_free
-    model.lm_head.loss_head = training_args.loss_head
+    model.lm_head.loss_head = "chunked"
     record_choices(model, parts, model_args, data_args, training_args)
     model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     return model
+
+
+def quantized_loading(bits: int, compute_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """`from_pretrained`'s options for `--bits`; empty if the model is not quantised."""
+    if bits == 16:
+        return {}
+    return {"quantization_config": quantization_config(bits, compute_dtype), "device_map": {"": device}}
+
+
+def prepare_quantized(model: LlavaMetaForCausalLM, dtype: torch.dtype) -> None:
+    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head are put back to `dtype`."""
+    from peft import prepare_model_for_kbit_training
+
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer switches it on
+    model.get_input_embeddings().to(dtype)
+    model.lm_head.to(dtype)
 
 
 def record_choices(
@@ -165,12 +164,13 @@ def build_trainer(
     Args:
         eval_records: records whose loss is measured.
     """
-    tokenizer = tokenizer or training_tokenizer(model_args, training_args)
+    path, max_length = model_args.model_name_or_path, training_args.model_max_length
+    tokenizer = tokenizer or training_tokenizer(path, max_length, training_args.cache_dir)
     if settings is None:
         settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
     tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
-    image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
+    image_processor = load_image_processor(model_args.vision_tower or path, tower)
     dataset = LazySupervisedDataset(
         records,
         tokenizer,
@@ -179,10 +179,10 @@ def build_trainer(
         image_folder=image_store(data_args, records),
         image_aspect_ratio=data_args.image_aspect_ratio,
         num_visual_tokens=num_visual_tokens,
-        model_max_length=training_args.model_max_length,
+        model_max_length=max_length,
         label_masking=data_args.label_masking,
         show_progress=training_args.process_index == 0,
-        pixel_dtype=arithmetic_dtype(training_args),
+        pixel_dtype=weight_dtypes(training_args)[0],
         crop_rules=crop_rules,
     )
     log_micro_batches(dataset, training_args)
@@ -191,7 +191,7 @@ def build_trainer(
     set_up_checkpointing(model, training_args, largest, most_crops(dataset))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     collator = DataCollatorForSupervisedDataset(
-        pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
+        pad_token_id or 0, num_visual_tokens, max_length, training_args.padding_free, crop_rules
     )
     if eval_records is not None:
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)

@@ -1,5 +1,6 @@
 """Checks that fail before the first step instead of after an hour: flags, paths, and every record with its images."""
 
+import dataclasses
 import logging
 import shlex
 import time
@@ -8,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from accelerate.utils import gather_object
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from llava.anyres import check_modes, has_newline
+from llava.anyres import check_modes
 from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.errors import named_by
@@ -27,12 +29,11 @@ from llava.data.preflight_manifest import (
     write_quarantine,
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
+from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.heldout import check_eval_flags, eval_data_arguments
-from llava.train.liger import check_liger
-from llava.train.lora import check_lora_flags
-from llava.train.optim import tunable_parts
-from llava.train.ranks import from_all
+from llava.train.kernels import check_kernels
+from llava.train.optim import LANGUAGE_MODEL, tunable_parts
 from llava.train.zero import check_zero
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ EVAL_IMAGES = "--eval_image_folder"
 def check_flags(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or FileNotFoundError if a flag is wrong; the message names the flag and says what to do."""
     get_template(model_args.version)
-    tunable_parts(model_args)
-    check_merge_type(model_args, data_args)
-    check_lora_flags(model_args, training_args)
+    parts = tunable_parts(model_args)
+    check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
+    check_lora(training_args, parts)
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass .json, .jsonl or .parquet files, or a .yaml that mixes them")
     if data_args.image_folder and not Path(data_args.image_folder).exists():
@@ -59,36 +60,71 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
     check_overwriting(model_args, training_args)
-    check_reporting(training_args.report_to)
+    for name in training_args.report_to or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
+        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists flyte
+            raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
     check_kernels(training_args)
     check_zero(training_args)
-    if training_args.max_tokens_per_micro_batch == "auto":
+    check_batches(training_args)
+
+
+def check_batches(args: TrainingArguments) -> None:
+    """The part of `check_flags` about samples, their order and micro-batches."""
+    cap = args.max_tokens_per_micro_batch
+    if cap == "auto":
         raise ValueError("--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number")
-    for flag in ("length_group_window", "max_tokens_per_micro_batch"):
-        value = getattr(training_args, flag)
+    for flag in ("length_group_window", "max_tokens_per_micro_batch", "model_max_length"):
+        value = getattr(args, flag)
         if value is not None and value < 1:
             raise ValueError(f"--{flag}: expected a positive number, found {value}")
-    if training_args.max_tokens_per_micro_batch and not training_args.padding_free:
+    if cap and not args.padding_free:
         raise ValueError("--max_tokens_per_micro_batch needs --padding_free True")
-    if training_args.max_tokens_per_micro_batch and training_args.loss_reduction == "micro_batch_mean":
+    if cap and args.loss_reduction == "micro_batch_mean":
         raise ValueError(
             "--max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction micro_batch_mean "
             "averages; leave one of them out"
         )
-    if training_args.length_group_window > 1 and not training_args.group_by_modality_length:
+    if args.length_group_window > 1 and not args.group_by_modality_length:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
-    if training_args.model_max_length < 1:
-        raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
-
-
-def check_merge_type(model_args: ModelArguments, data_args: DataArguments) -> None:
-    """The part of `check_flags` about `--mm_patch_merge_type`."""
-    check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
-    if model_args.mm_newline_init != "default" and not has_newline(model_args.mm_patch_merge_type):
+    if args.train_sampling_strategy not in ("random", "sequential"):
         raise ValueError(
-            f"--mm_newline_init has no effect with --mm_patch_merge_type {model_args.mm_patch_merge_type}, which has "
-            "no image_newline; leave it out"
+            f"--train_sampling_strategy {args.train_sampling_strategy}: expected random or sequential; "
+            "--group_by_modality_length True groups by length"
         )
+
+
+def check_lora(args: TrainingArguments, parts: frozenset[str]) -> None:
+    """The part of `check_flags` about LoRA and `--bits`; `parts` are those that are trained."""
+    if args.lora_weight_path:
+        raise ValueError(
+            "--lora_weight_path: LLaVA never reads it; to continue from a LoRA, merge it with llava.model.merge_lora "
+            "and pass the result as --model_name_or_path"
+        )
+    if not args.lora_enable:
+        defaults = {field.name: field.default for field in dataclasses.fields(args)}
+        flags = ("lora_r", "lora_alpha", "lora_dropout", "bits")
+        if changed := [flag for flag in flags if getattr(args, flag) != defaults[flag]]:
+            raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: only with --lora_enable True")
+        return
+    if LANGUAGE_MODEL not in parts:
+        raise ValueError(
+            "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
+            "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
+            "--mm_tunable_parts"
+        )
+    for flag in ("lora_r", "lora_alpha"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag}: expected a positive number, found {getattr(args, flag)}")
+    if not 0 <= args.lora_dropout < 1:
+        raise ValueError(f"--lora_dropout: must be in [0, 1), found {args.lora_dropout}")
+    if args.bits < 16:
+        quantization_config(args.bits)  # raises now if bitsandbytes is missing
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"--bits {args.bits}: ZeRO-3 cannot partition quantised weights; use deepspeed_configs/zero2.json"
+            )
 
 
 def check_overwriting(model_args: ModelArguments, training_args: TrainingArguments) -> None:
@@ -103,31 +139,7 @@ def check_overwriting(model_args: ModelArguments, training_args: TrainingArgumen
             )
 
 
-def check_reporting(names: list[str] | str | None) -> None:
-    """The part of `check_flags` about `--report_to`."""
-    for name in names or ():
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
-        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists flyte
-            raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
-
-
-def check_kernels(training_args: TrainingArguments) -> None:
-    """The part of `check_flags` about fused and compiled kernels."""
-    if training_args.use_liger_kernel is True:
-        check_liger("--use_liger_kernel True")
-    if training_args.loss_head == "liger":
-        check_liger("--loss_head liger")
-    if training_args.compile_layers is True and training_args.use_liger_kernel is True:
-        raise ValueError(
-            "--compile_layers True and --use_liger_kernel True both fuse the decoder's kernels; pass one of them, or "
-            "--compile_layers tower"
-        )
-    if training_args.compile_layers in (True, "tower") and is_deepspeed_zero3_enabled():
-        raise ValueError(
-            f"--compile_layers {training_args.compile_layers}: ZeRO-3 gathers weights module by module, so that a "
-            "layer cannot be compiled; use deepspeed_configs/zero2.json or leave the flag out"
-        )
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def image_store(data_args: DataArguments, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
@@ -155,7 +167,7 @@ def checked_records(
         OSError: see `load_records` and `preflight`.
     """
     is_first = training_args.process_index == 0
-    seed = data_seed(training_args)
+    seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
     with named_by(data_from):
         table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, is_first, seed)
     rules = Rules(get_template(model_args.version), data_args.label_masking)
@@ -167,7 +179,12 @@ def checked_records(
         )
     with named_by(data_from):
         records = usable_records(table, manifest, data_args.on_bad_record, command, path)
-    _refuse_different_records(records.key, data_from)
+    keys = gather_object([records.key])  # other nodes may read copies of the data with other faults
+    if other := [rank for rank, key in enumerate(keys) if key != keys[0]]:
+        raise ValueError(
+            f"{data_from}: ranks {other} have other usable records than rank 0; data and images must be the same on "
+            "every node (compare the manifests in .llava_cache)"
+        )
     for line in source_lines(records):
         logger.info("%s", line)
     if manifest.warnings:
@@ -175,11 +192,6 @@ def checked_records(
     if manifest.unread:
         logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
     return records, partial(write_quarantine, table, manifest)
-
-
-def data_seed(training_args: TrainingArguments) -> int:
-    """The seed of the order of samples, and of what a mixture draws."""
-    return training_args.seed if training_args.data_seed is None else training_args.data_seed
 
 
 def checked_eval_records(
@@ -195,12 +207,7 @@ def checked_eval_records(
         return None, None
     arguments = eval_data_arguments(data_args)
     checked = checked_records(model_args, arguments, training_args, "--eval_data_path", EVAL_IMAGES)
-    _warn_of_shared(checked[0], records)
-    return checked
-
-
-def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
-    own, trained = eval_records.places(), records.places()
+    own, trained = checked[0].places(), records.places()
     shared = {file: len(np.intersect1d(own[file], trained[file])) for file in sorted(own.keys() & trained.keys())}
     if total := sum(shared.values()):
         named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
@@ -208,6 +215,7 @@ def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
             "--eval_data_path: %s of %s records are also training records (%s), so their loss is not held out; "
             "choose others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
         )  # fmt: skip
+    return checked
 
 
 def report_left_out(records: RecordTable | None, output_dir: str, file: str = QUARANTINE) -> None:
@@ -226,13 +234,3 @@ def _preflight_command(model_args: ModelArguments, data_args: DataArguments, see
     options |= {} if data_args.image_orientation == "stored" else {"image_orientation": data_args.image_orientation}
     words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
     return shlex.join(["python", "-m", "llava.data.preflight", *words])
-
-
-def _refuse_different_records(key: str, flag: str) -> None:
-    """Raises ValueError if ranks have different records: other nodes may read copies of the data with other faults."""
-    keys = from_all(key)
-    if other := [rank for rank, own in enumerate(keys) if own != keys[0]]:
-        raise ValueError(
-            f"{flag}: ranks {other} have other usable records than rank 0; data and images must be the same on "
-            "every node (compare the manifests in .llava_cache)"
-        )

@@ -1,5 +1,6 @@
 """`--deepspeed auto`: the model by which it decides, and the flags that it adds."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,9 @@ from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 
 from benchmarks import cards
 from benchmarks.shapes import PRESETS, sizes_of
-from llava.train import zero_choice
+from llava.train import memory
 from llava.train.arguments import choice, parse_flags, read_flags, token_cap
-from llava.train.building import build_model
+from llava.train.build import build_model
 from llava.train.memory import estimate_memory
 
 MODEL = ["--model_name_or_path", "model"]
@@ -24,29 +25,30 @@ def test_the_estimate_of_a_model_without_weights_is_that_of_the_loaded_one(tiny,
     overrides = {"bf16": bf16} | ({"mm_tunable_parts": LM_AND_PROJECTOR} | LORA if lora else {})
     model_args, data_args, args = parse_flags(flags(tiny, tmp_path, 2, model=model, norm="none", **overrides))
     args.deepspeed, args.hf_deepspeed_config = "zero2.json", SimpleNamespace(config={"zero_optimization": {"stage": 2}})
-    planned = estimate_memory(zero_choice.planned_model(model_args, args), args, 64)
+    planned = estimate_memory(memory.planned_model(model_args, args), args, 64)
     assert planned == estimate_memory(build_model(model_args, data_args, args), args, 64)
 
 
 class Estimate:
-    """100 bytes, of which recomputation saves 10 under ZeRO-2 and 50 under ZeRO-3; offload takes 20."""
+    """100 bytes, of which recomputation saves 10, or 50 under ZeRO-3; offload takes 20."""
 
     def __init__(self, zero):
         self.zero = zero
 
     def total(self, plan):
-        if self.zero == zero_choice.OFFLOAD:
+        if self.zero == memory.OFFLOAD:
             return 20
-        return 100 if not plan else 90 if self.zero == zero_choice.ZERO_2 else 50
+        return 100 if not plan else 50 if self.zero == memory.ZERO_3 else 90
 
 
-def chosen(monkeypatch, usable, words, ranks=2):
+def chosen(monkeypatch, usable, words, ranks=2, liger=False):
     """The file of DeepSpeed and whether layers are compiled, where runs take what `Estimate` says, on GPUs."""
 
     def parsed(argv):
         given = read_flags(argv)
-        fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "lora_use_dora", "padding_free")}
+        fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "padding_free")}
         fields["use_liger_kernel"] = choice("use_liger_kernel", given.use_liger_kernel, "auto")
+        fields["compile_layers"] = choice("compile_layers", given.compile_layers, "auto", "tower")
         fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64}
         return (
             None,
@@ -59,12 +61,18 @@ def chosen(monkeypatch, usable, words, ranks=2):
     config = SimpleNamespace(_attn_implementation="flash_attention_2")
     stubs = {"parse_flags": parsed, "memory_budget": lambda *_: usable}
     stubs["plan_checkpointing"] = lambda requested, *_: requested
-    stubs |= {"planned_model": lambda *_: SimpleNamespace(config=config), "missing_compiler": lambda: None}
+    stubs |= {"planned_model": lambda *_: SimpleNamespace(config=config), "has_compiler": lambda: True}
+    stubs["liger_runs"] = lambda model: liger
     stubs["estimate_under"] = lambda zero, *_: Estimate(zero)
     for name, stub in stubs.items():
-        monkeypatch.setattr(zero_choice, name, stub)
-    given = read_flags(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))
-    cap = zero_choice.MOST_TOKENS if given.deepspeed == zero_choice.ZERO_2 and usable >= 100 else 64  # else the longest
+        monkeypatch.setattr(memory, name, stub)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    given = read_flags(memory.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))
+    assert ("RANK" in os.environ) == bool(given.deepspeed)  # without DeepSpeed one process is no group of ranks
+    cap = memory.MOST_TOKENS if given.deepspeed in ("", memory.ZERO_2) and usable >= 100 else 64  # else the longest
     assert given.max_tokens_per_micro_batch == (str(cap) if words[:1] == ["--max_tokens_per_micro_batch"] else None)
     return given.deepspeed, given.compile_layers == "True"
 
@@ -88,40 +96,52 @@ def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatc
 
 @pytest.mark.parametrize(
     ("usable", "ranks", "zero"),
-    [(90, 1, "zero2"), (89, 1, "zero3_offload"), (50, 2, "zero3"), (49, 2, "zero3_offload"), (10, 8, "zero3_offload")],
+    [(100, 1, ""), (90, 1, ""), (89, 1, "zero3_offload"), (50, 2, "zero3"), (49, 2, "zero3_offload")],
 )
-def test_auto_recomputes_on_one_card_splits_over_several_and_offloads_at_last(monkeypatch, usable, ranks, zero):
-    assert chosen(monkeypatch, usable, [], ranks) == (f"deepspeed_configs/{zero}.json", False)
+def test_auto_takes_no_deepspeed_on_one_card_splits_over_several_and_offloads_at_last(monkeypatch, usable, ranks, zero):
+    assert chosen(monkeypatch, usable, [], ranks)[0] == (zero and f"deepspeed_configs/{zero}.json")
+
+
+def test_auto_takes_liger_where_it_runs_and_compiles_no_layers_beside_it(monkeypatch):
+    assert chosen(monkeypatch, 100, ["--use_liger_kernel", "auto"], liger=True)[1] is False
+    assert chosen(monkeypatch, 100, ["--use_liger_kernel", "auto"], ranks=1, liger=True) == ("", False)
+
+
+def test_one_rank_that_sees_several_gpus_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES to one"):
+        memory.resolve_auto([*MODEL, "--deepspeed", "auto"])
 
 
 @pytest.mark.parametrize("usable", [99, 100])
-@pytest.mark.parametrize("words", [["--bits", "4"], ["--bits", "8"], ["--lora_use_dora"]])
-def test_auto_takes_zero2_uncompiled_for_quantised_and_dora_runs(monkeypatch, usable, words):
+@pytest.mark.parametrize("words", [["--bits", "4"], ["--bits", "8"]])
+def test_auto_takes_zero2_uncompiled_for_quantised_runs(monkeypatch, usable, words):
     assert chosen(monkeypatch, usable, words) == ("deepspeed_configs/zero2.json", False)
 
 
 @pytest.mark.parametrize(
-    ("device", "attention", "missing", "lora", "compiles"),
+    ("device", "attention", "compiler", "lora", "compiles"),
     [
-        ("cuda", "flash_attention_2", None, False, True),
-        ("cpu", "flash_attention_2", None, False, False),
-        ("cuda", "sdpa", None, False, False),
-        ("cuda", "flash_attention_2", "Triton needs a C compiler", False, False),
-        ("cuda", "flash_attention_2", None, True, False),
+        ("cuda", "flash_attention_2", True, False, True),
+        ("cpu", "flash_attention_2", True, False, False),
+        ("cuda", "sdpa", True, False, False),
+        ("cuda", "flash_attention_2", False, False, False),
+        ("cuda", "flash_attention_2", True, True, False),
     ],
 )
 def test_layers_compile_on_a_gpu_with_a_kernel_a_compiler_and_no_adapters(
-    monkeypatch, device, attention, missing, lora, compiles
+    monkeypatch, device, attention, compiler, lora, compiles
 ):
-    monkeypatch.setattr(zero_choice, "missing_compiler", lambda: missing)
+    monkeypatch.setattr(memory, "has_compiler", lambda: compiler)
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
     args = SimpleNamespace(device=torch.device(device), lora_enable=lora)
-    assert zero_choice.can_compile(model, args) is compiles
+    assert memory.can_compile(model, args) is compiles
 
 
 def test_without_auto_the_command_line_stays():
     for words in ([], ["--deepspeed", "auto", "--deepspeed", ""], ["--deepspeed", "deepspeed_configs/zero3.json"]):
-        assert zero_choice.resolve_auto([*MODEL, *words]) == [*MODEL, *words]
+        assert memory.resolve_auto([*MODEL, *words]) == [*MODEL, *words]
 
 
 # --- the presets for one card -----------------------------------------------------------------------------------------
@@ -143,14 +163,14 @@ def test_every_preset_for_one_card_fits_on_cards_of_24_48_and_80_gb_alone_and_by
     for count in cards.COUNTS:
         for card in cards.CARDS:
             args = cards.arguments(run["flags"], count)
-            choice = zero_choice.choose(model, args, card.budget, None)
+            choice = memory.choose(model, args, card.budget, None)
             assert choice.needed <= card.budget, (card, count)
             assert choice.tokens >= args.model_max_length  # no sample is longer
-            if choice.recomputes or choice.tokens == zero_choice.MOST_TOKENS:
+            if choice.recomputes or choice.tokens == memory.MOST_TOKENS:
                 continue
             # One more step of the cap would not fit.
-            more = zero_choice.estimate_under(choice.zero, model, args, choice.tokens + 512)
-            assert more.total(zero_choice.plan_checkpointing(False, more, 0)) > card.budget
+            more = memory.estimate_under(choice.zero, model, args, choice.tokens + 512)
+            assert more.total(memory.plan_checkpointing(False, more, 0)) > card.budget
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

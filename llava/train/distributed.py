@@ -1,0 +1,80 @@
+"""What several ranks need besides Accelerate: CPU ranks under DeepSpeed, nodes that agree, an orderly end."""
+
+import logging
+import os
+import platform
+from pathlib import Path
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from transformers import training_args
+
+from llava.utils.versions import PACKAGES, git_commit, version_of
+
+logger = logging.getLogger(__name__)
+
+
+def joined() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def leave_process_group() -> None:
+    """Waits for the rank that saves, then ends the group: over gloo, ranks that exit without that sometimes abort."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def use_gloo_backend() -> None:
+    """Lets several CPU ranks train under DeepSpeed, for tests and laptops. Call before `TrainingArguments` are parsed.
+
+    Accelerate takes DeepSpeed for a GPU library: without a GPU it finds no backend and assumes a single process. And
+    without `use_cpu`, with which the Trainer would drop DeepSpeed, the Trainer expects bf16 only of GPUs.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+    def prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return "gloo", DistributedType.MULTI_CPU
+
+    PartialState._prepare_backend = prepare_backend
+    training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def check_nodes(inputs: list[str], output_dir: str) -> None:
+    """Compares what the nodes of a run have; every rank must call, before a model is loaded.
+
+    Args:
+        inputs: paths that every node should see.
+        output_dir: the folder that the nodes must share.
+
+    Raises:
+        ValueError: versions, the tree's commit, inputs or the output folder differ from rank 0's.
+    """
+    host = platform.node()
+    if len(set(gather_object([host]))) == 1:
+        return
+    marker = Path(output_dir, broadcast_object_list([f".nodes-{host}-{os.getpid()}"])[0])
+    state = PartialState()
+    if state.is_main_process:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    state.wait_for_everyone()
+    facts = {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()}
+    facts |= {"commit": git_commit(), f"--output_dir {output_dir} shared": marker.exists()}
+    facts |= {name: Path(name).stat().st_size if Path(name).is_file() else Path(name).is_dir() for name in inputs}
+    everyones = gather_object([(host, facts)])
+    if state.is_main_process:
+        marker.unlink()
+    expected = everyones[0][1]
+    faults = [
+        f"rank {rank} on {host}: {name}: {own[name]}, rank 0 has {expected[name]}"
+        for rank, (host, own) in enumerate(everyones)
+        for name in expected
+        if own[name] != expected[name]
+    ]
+    if faults:
+        raise ValueError("the nodes differ; make them alike:\n" + "\n".join(faults))
+    hosts = len({host for host, _ in everyones})
+    logger.info("%d ranks on %d hosts have the same versions, commit and paths", len(everyones), hosts)

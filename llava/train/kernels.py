@@ -1,0 +1,165 @@
+"""Fused and compiled kernels: Liger's in the decoder (NVIDIA GPUs), and torch.compile for whole layers.
+
+Liger fuses RMSNorm, gated MLP and rotary embedding. A kind of layer is compiled once, for any number of tokens: the
+tower's alone, beside Liger's kernels in the decoder, or the decoder's too.
+"""
+
+import inspect
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llava.model.language_model.families import family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.model.loss import LIGER_MINIMUM, has_liger
+from llava.utils.code_folders import refuse_shared_variable
+
+logger = logging.getLogger(__name__)
+
+# Most compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
+# PyTorch warns and runs the layer uncompiled.
+_RECOMPILE_LIMIT = 8
+# Releases of the library before 5.23 recompute in `__call__`, around whatever `forward` is.
+_FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def has_compiler() -> bool:
+    """Whether Triton can build its launchers: it needs a C compiler and Python's header files."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return any(map(shutil.which, compilers)) and Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+def liger_runs(model: LlavaMetaForCausalLM | None = None) -> bool:
+    """Whether Liger's kernels run on this machine, and for the family of `model`."""
+    runs = torch.cuda.is_available() and not torch.version.hip and has_liger() and has_compiler()
+    return runs and (model is None or _liger_function(model) is not None)
+
+
+def check_kernels(args: Any) -> None:
+    """Raises ValueError if `--use_liger_kernel` or `--compile_layers` cannot be done."""
+    if args.use_liger_kernel is True and not liger_runs():
+        raise ValueError(
+            f"--use_liger_kernel True needs an NVIDIA GPU, liger-kernel {LIGER_MINIMUM} or newer (EXTRAS=liger bash "
+            "scripts/setup.sh), a C compiler (CC, gcc, clang) and Python's header files (python3-dev); leave it out"
+        )
+    if args.compile_layers is True and args.use_liger_kernel is True:
+        raise ValueError(
+            "--compile_layers True and --use_liger_kernel True both fuse the decoder's kernels; pass one of them, or "
+            "--compile_layers tower"
+        )
+    if args.compile_layers in (True, "tower") and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            f"--compile_layers {args.compile_layers}: ZeRO-3 gathers weights module by module, so that a layer cannot "
+            "be compiled; use deepspeed_configs/zero2.json or leave the flag out"
+        )
+
+
+def decide_compilation(args: Any) -> None:
+    """Replaces `--compile_layers auto` by what it means here, the tower's layers or none, so that a run records it."""
+    if args.compile_layers == "auto":
+        compiles = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
+        args.compile_layers = "tower" if compiles and not is_deepspeed_zero3_enabled() else False
+
+
+def set_up_kernels(model: LlavaMetaForCausalLM, args: Any) -> None:
+    """Compiles layers and applies Liger's kernels as the flags say, and replaces `auto` by the decision."""
+    decide_compilation(args)
+    if args.compile_layers == "tower":
+        compile_tower(model)
+    elif args.compile_layers:
+        compile_layers(model)
+    if args.use_liger_kernel == "auto":
+        args.use_liger_kernel = args.compile_layers is not True and liger_runs(model)
+    if args.use_liger_kernel:
+        refuse_shared_variable("TRITON_CACHE_DIR")
+        logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)  # it warns of kernels for other devices
+        apply_liger(model)
+
+
+# --- Liger ------------------------------------------------------------------------------------------------------------
+
+
+def _liger_function(model: LlavaMetaForCausalLM) -> Callable[..., None] | None:
+    """Liger's function that replaces the kernels of the model's family, or None."""
+    from liger_kernel import transformers as kernels
+
+    return getattr(kernels, f"apply_liger_kernel_to_{family_of(model.config).config.model_type}", None)
+
+
+def apply_liger(model: LlavaMetaForCausalLM) -> None:
+    """Lets the decoder's norms, MLPs and rotary embedding run on Liger's kernels; forward pass and loss stay ours.
+
+    Liger replaces the rotary function for the whole process, also for other models of the same family.
+
+    Raises:
+        ValueError: Liger has no kernels for the family.
+    """
+    apply = _liger_function(model)
+    if apply is None:
+        name = family_of(model.config).config.model_type
+        raise ValueError(f"--use_liger_kernel: Liger has no kernels for {name} decoders; leave the flag out")
+    gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
+    # Liger can only rotate whole heads.
+    rope = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1
+    apply(
+        rope=rope,
+        rms_norm=True,
+        **{gated_mlp: True},
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,  # would replace the forward pass
+        model=model.get_model(),
+    )
+    used = ["RMSNorm", {"geglu": "GeGLU", "swiglu": "SwiGLU"}[gated_mlp], *["rotary embedding"] * rope]
+    logger.info("Liger's kernels: %s of %d layers", ", ".join(used), model.config.num_hidden_layers)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
+    """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
+
+    Recomputation of activations stays outside the compiled code, so that every variant of it works.
+    """
+    decoder = model.get_model()
+    _compile((*decoder.layers, *decoder.vision_tower.layers), backend)
+
+
+def compile_tower(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
+    """As `compile_layers`, for the tower's layers alone."""
+    _compile(model.get_model().vision_tower.layers, backend)
+
+
+def _compile(layers: Iterable[Any], backend: str) -> None:
+    refuse_shared_variable("TORCHINDUCTOR_CACHE_DIR")
+    refuse_shared_variable("TRITON_CACHE_DIR")
+    torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
+    kinds: dict[type, Callable[..., Any]] = {}
+    for layer in layers:
+        if type(layer) not in kinds:
+            forward = type(layer).forward
+            if _FORWARD_CHECKPOINTS:
+                forward = forward.__wrapped__  # without the library's checkpointing, which `_forward` puts back
+            kinds[type(layer)] = torch.compile(forward, dynamic=True, backend=backend)
+        layer.forward = MethodType(partial(_forward, kinds[type(layer)]), layer)
+    logger.info("compiled when first used: %s", ", ".join(kind.__name__ for kind in kinds))
+
+
+def _forward(compiled: Callable[..., Any], layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    if hidden_states._is_view():  # the first layer's input often is; compiled code for views fits no other layer
+        hidden_states = hidden_states.clone()
+    run = partial(compiled, layer, **kwargs)
+    if _FORWARD_CHECKPOINTS and layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(run, hidden_states)
+    return run(hidden_states)
