@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -32,8 +33,8 @@ from llava.model.lora import has_lora, load_adapters, load_non_lora, read_non_lo
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 from llava.model.zero3 import full_shape
 from llava.train.arguments import CHANGEABLE, TrainingArguments
+from llava.train.distributed import on_first
 from llava.train.optim import ADAPTER, part_of
-from llava.train.ranks import barrier, from_all, from_first, on_first
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
 from llava.train.telemetry import LOG_FILE, PROFILE
 from llava.utils.digests import bytes_digest
@@ -125,10 +126,10 @@ class CheckpointMarker(TrainerCallback):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if args.should_save:
             write_settings(folder, self.settings)
-        barrier()  # all ranks' files exist
+        wait_for_everyone()  # all ranks' files exist
         files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
         own = [f for f in files if _owner(f) % args.world_size == args.process_index]
-        entries = from_all(_entries(folder, own))
+        entries = gather_object([_entries(folder, own)])
         if args.should_save:
             write_json(folder / MARKER, {"files": {k: v for part in entries for k, v in part.items()}}, synced=True)
             sync(folder.parent)
@@ -141,7 +142,7 @@ def clear_place(folder: Path, is_main_process: bool) -> None:
     if is_main_process and folder.exists():
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
-    barrier()
+    wait_for_everyone()
 
 
 def finish_run(output_dir: Path, step: int) -> None:
@@ -258,7 +259,7 @@ def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> Non
     limit = max(args.save_total_limit or saves, 2 if args.metric_for_best_model else 1)  # the newest and the best
     needed = (min(saves, limit + 1) * each + model_bytes(model)) / 2**30
     present = sum(f.stat().st_size for f in output_dir.rglob("*") if f.is_file()) / 2**30
-    free, present = from_first((free_gib(output_dir), present))
+    free, present = broadcast_object_list([(free_gib(output_dir), present)])[0]
     if needed > free + present:
         raise SaveError(
             f"--output_dir {output_dir}: the run will write about {needed:.2f} GiB ({each / 2**30:.2f} per checkpoint)"
@@ -417,7 +418,7 @@ def what_is_there(folder: Path) -> str:
 
 def begin_run(args: TrainingArguments, start: Start, settings: Settings) -> None:
     """Makes the output folder this run's own. Every rank must call, after all checks."""
-    barrier()  # every rank has read what is there
+    wait_for_everyone()  # every rank has read what is there
     if args.process_index != 0:
         return
     folder = Path(args.output_dir)

@@ -3,7 +3,9 @@
 import logging
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -14,10 +16,26 @@ from llava.utils.versions import PACKAGES, git_commit, version_of
 
 logger = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+
 
 def joined() -> bool:
     """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_first(function: Callable[[], Value]) -> Value:
+    """What `function` returns on rank 0, where alone it runs; its error is raised on all. Every rank must call."""
+    outcome: Any = None
+    if PartialState().is_main_process:
+        try:
+            outcome = function(), None
+        except Exception as error:
+            outcome = None, error
+    value, error = broadcast_object_list([outcome])[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def leave_process_group() -> None:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from accelerate.utils import gather_object
 
 from llava.data.records import Record
 from llava.data.table import name_of
-from llava.train.ranks import from_all
 
 logger = logging.getLogger(__name__)
 _NAMED = 16  # records per micro-batch that a message names
@@ -83,7 +83,7 @@ class NonFiniteGuard:
     def _suspects(self) -> str:
         """The records of the micro-batches whose loss is not finite, on any rank; of all if every loss is finite."""
         own = [(samples, math.nan if loss is None else float(loss)) for samples, loss in self.micro_batches]
-        ranks = from_all([(self._names(samples), loss) for samples, loss in own])
+        ranks = gather_object([[(self._names(samples), loss) for samples, loss in own]])
         bad = [(rank, *batch) for rank, batches in enumerate(ranks) for batch in batches if not math.isfinite(batch[1])]
         if bad:
             return "; ".join(f"loss {loss} on rank {rank}: {names}" for rank, names, loss in bad)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
@@ -37,7 +38,6 @@ from llava.train.batches import global_batch_size, sample_order
 from llava.train.checks import image_store
 from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
-from llava.train.ranks import from_first
 from llava.utils import plugins
 from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.files import write_json, write_text
@@ -96,7 +96,7 @@ def run_settings(
             images = image_store(eval_data_arguments(data_args), eval_records)
             contents["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
             contents["eval_pictures"] = pictures_digest(images, eval_records)
-    return settings | from_first(contents)
+    return settings | broadcast_object_list([contents])[0]
 
 
 def _model_contents(model_args: ModelArguments, cache_dir: str | None) -> Settings:

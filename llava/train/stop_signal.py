@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from llava.train.ranks import joined
+from llava.train.distributed import joined
 from llava.utils.failures import ENDED, HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 
 logger = logging.getLogger(__name__)
