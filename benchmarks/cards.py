@@ -78,7 +78,7 @@ def build(recipe: Recipe, flags: dict[str, str]) -> Any:
 
 def arguments(flags: dict[str, str], ranks: int) -> SimpleNamespace:
     """The training arguments that the choice reads."""
-    fixed = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "use_liger_kernel": False}
+    fixed = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "use_liger_kernel": True}
     length = int(flags["model_max_length"])
     return SimpleNamespace(device=torch.device("cuda"), world_size=ranks, model_max_length=length, **fixed)
 
@@ -124,7 +124,7 @@ def cell(choice: Choice, card: Card, time: float) -> str:
     """The choice, its memory and its time; `-` if it does not fit."""
     if choice.needed > card.budget:
         return "-"
-    layout = choice.zero.split("/")[1].removesuffix(".json").replace("zero3_offload", "offload")
+    layout = choice.zero.rpartition("/")[2].removesuffix(".json").replace("zero3_offload", "offload") or "none"
     recomputes = " r" if choice.recomputes else ""
     shown = f"{time:.0f}" if time >= 10 else f"{time:.1f}"
     return f"{choice.needed / GIB:.0f} GiB, {shown} h ({layout}, {choice.tokens}{recomputes})"
@@ -138,9 +138,9 @@ SECTION = """
 ## The presets for one card
 
 Estimated memory of a card and hours of the whole stage, for the recipes' data (LLaVA-558K and LLaVA-NeXT 779K). In
-brackets what `DEEPSPEED_CONFIG=auto` and `MAX_TOKENS_PER_MICRO_BATCH=auto` choose on such cards: the file of
-`deepspeed_configs/` (`offload`: `zero3_offload.json`), the tokens of a micro-batch, and `r` if layers recompute their
-activations. Nothing of this was measured.
+brackets what `DEEPSPEED_CONFIG=auto` and `MAX_TOKENS_PER_MICRO_BATCH=auto` choose on such cards with Liger's kernels:
+the file of `deepspeed_configs/` (`offload`: `zero3_offload.json`; `none`: no DeepSpeed), the tokens of a micro-batch, and
+`r` if layers recompute their activations. Nothing of this was measured.
 
 - A run may take {usable:.0%} of a card's memory. A card reaches {mfu:g} of its dense bf16 peak, which is that of
   {examples}.
