@@ -139,8 +139,8 @@ SECTION = """
 
 Estimated memory of a card and hours of the whole stage, for the recipes' data (LLaVA-558K and LLaVA-NeXT 779K). In
 brackets what `DEEPSPEED_CONFIG=auto` and `MAX_TOKENS_PER_MICRO_BATCH=auto` choose on such cards with Liger's kernels:
-the file of `deepspeed_configs/` (`offload`: `zero3_offload.json`; `none`: no DeepSpeed), the tokens of a micro-batch, and
-`r` if layers recompute their activations. Nothing of this was measured.
+the file of `deepspeed_configs/` (`offload`: `zero3_offload.json`; `none`: no DeepSpeed), the tokens of a micro-batch,
+and `r` if layers recompute their activations. Nothing of this was measured.
 
 - A run may take {usable:.0%} of a card's memory. A card reaches {mfu:g} of its dense bf16 peak, which is that of
   {examples}.
