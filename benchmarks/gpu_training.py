@@ -117,7 +117,7 @@ def used(setting: Setting, common: dict[str, Any]) -> dict[str, Any]:
     file = answers(setting, "used")
     run_logged(setting, "score", [sys.executable, "-m", "llava.eval.score", file, "--metric", "exact"])
     data = ["--data", heldout(setting), "--samples", 8, "--output-dir", setting.work / "analysis"]
-    for measurement in ("update-rates", "freezing"):
+    for measurement in ("update-rates", "interventions"):
         command = [sys.executable, "-m", "llava.analysis", measurement, "--model", setting.work / "used/stage2", *data]
         run_logged(setting, measurement, command)
     return training_row(lines)

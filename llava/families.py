@@ -47,6 +47,7 @@ class Family:
             pictures are given without lists.
         own_code: its repository has its code, written for transformers 4 (`llava.analysis.remote_code`).
         embedding: the text embedding, where `get_input_embeddings` does not give it.
+        joins_patches: a row of what `features` names is several of the encoder's tokens side by side.
     """
 
     layers: str | None = None
@@ -63,6 +64,7 @@ class Family:
     page_lists: bool = False
     own_code: bool = False
     embedding: str | None = None
+    joins_patches: bool = False
 
 
 # By model_type.
@@ -93,7 +95,9 @@ FAMILIES = {
         projector="model.visual_embeddings_table",
         features="input:model.vision_tower.head_linear",
         vocabulary="model.visual_embeddings_table",
+        joins_patches=True,
     ),
+    "internvl": Family(joins_patches=True),
     # Code of their own repositories (--trust-remote-code).
     "ovis2_5": Family(
         layers="llm.model.layers",
@@ -106,6 +110,7 @@ FAMILIES = {
         own_inputs=True,
         one_by_one=True,
         own_code=True,
+        joins_patches=True,
     ),
     "kimi_vl": Family(auto_class="AutoModelForCausalLM", page_lists=True, own_code=True),
 }
@@ -145,12 +150,14 @@ class Features(NamedTuple):
         side: of `module`, "input" or "output".
         tokens: see `Family.tokens`.
         width: E.
+        joins_patches: see `Family.joins_patches`.
     """
 
     side: str
     module: nn.Module
     tokens: str | None = None
     width: int | None = None
+    joins_patches: bool = False
 
     def of(self, args: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
         """What passes in one call of `module`, without padding: [N, E], or wider rows where patches are joined.
@@ -234,7 +241,7 @@ def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | Non
     if family.features:
         side, path = family.features.split(":")
         module = _submodule(model, path, "--vision-path")
-    features = Features(side, module, family.tokens, encoder_width(model.config))
+    features = Features(side, module, family.tokens, encoder_width(model.config), family.joins_patches)
     vocabulary = _submodule(model, family.vocabulary, "families.py") if family.vocabulary else None
     if image_token_id is None:
         image_token_id = family.image_token_id

@@ -1,15 +1,13 @@
 """`python -m llava.analysis <command>`: the paper's measurements, tables and figures, one command each."""
 
 import argparse
-import importlib.metadata
-import importlib.util
 import signal
 import sys
 from pathlib import Path
 
-from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
-from llava.analysis.models import named_model
+from llava.analysis.commands import ALL, PACKAGE, SUMMARIES, named_model
 from llava.utils.commands import Parser, add_plugin_argument, command_parser, exit_status
+from llava.utils.presentation import import_pyplot
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
@@ -28,14 +26,13 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     add_plugin_argument(shared)
     shared.add_argument("--seed", type=int, default=42, help="seed of every random choice")
-    parents = [] if command == ALL else [shared]
-    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents)
+    return command_parser(PACKAGE, __doc__, SUMMARIES, command, [] if command == ALL else [shared])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C.
 
-    SIGTERM interrupts it as Ctrl-C does, so that it saves what it measured.
+    SIGTERM interrupts it as Ctrl-C does.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else argv
@@ -44,49 +41,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(argv: list[str]) -> int | None:
-    """Checks what can be checked before anything is measured, and runs one command.
-
-    Raises:
-        ValueError, OSError, ImportError, NotImplementedError: what is wrong.
-    """
-    if broken := misfit():
-        raise ImportError(broken)
+    """Refuses what its config tells of a model before any is measured, and runs one command."""
     args = parser(argv[0] if argv else None).parse_args(argv)
     args.argv = argv
+    import_pyplot()
+    if "layers_path" in args:  # the command runs models
+        from llava.analysis.models import check
+
+        for model in args.models:
+            check(model, args)
     try:
-        check(args)
         return args.run(args)
     finally:
         tell_unreadable(args)
-
-
-def misfit() -> str | None:
-    """Says why the installed torchvision cannot be imported, which breaks transformers; None if nothing is wrong."""
-    if importlib.util.find_spec("torchvision") is None:
-        return None
-    try:
-        importlib.import_module("torchvision")
-    except Exception as error:  # operators of another PyTorch, libraries of another CUDA
-        torch = importlib.metadata.version("torch")
-        advice = "install the build that fits, or uninstall it"
-        return f"the installed torchvision does not fit PyTorch {torch} ({error}); {advice}"
-    return None
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is measured, what would fail only at the end: output folder, figures, or any model.
-
-    Raises:
-        ValueError, OSError, ImportError: what is wrong.
-    """
-    from llava.analysis import output
-
-    output.check(args)
-    if "layers_path" in args:
-        from llava.analysis import loading
-
-        for model in args.models:
-            loading.check(model, args)
 
 
 def tell_unreadable(args: argparse.Namespace) -> None:

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llava.analysis import loading
-from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE
-from llava.analysis.models import NamedModel, named_model, required_models
+from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, NamedModel, named_model, required_models
+from llava.analysis.models import config_fields, is_ours
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.utils.commands import INTERRUPTED, module_of, whole
+from llava.utils.commands import INTERRUPTED, whole
 from llava.utils.processes import start, wait
 
 QUICKSTART = Path("outputs/quickstart")
@@ -56,11 +55,15 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: no checkpoint, or one without a config; some commands failed.
     """
-    models, lines = required_models(args.models or quickstart_models()), {}
-    for command in args.commands:
-        fitting = fitting_models(command, models)
-        lines[command] = command_line(command, fitting, args.output_dir, args.data, args.samples) if fitting else []
-    run_all(lines)
+    found = [str(config.parent) for config in sorted(QUICKSTART.glob("*/finetune/config.json"))]
+    models = required_models(args.models or list(map(named_model, found)))
+    fitting = {command: fitting_models(command, models) for command in args.commands}
+    run_all(
+        {
+            command: command_line(command, fits, args.output_dir, args.data, args.samples) if fits else []
+            for command, fits in fitting.items()
+        }
+    )
     print(f"tables and figures: {args.output_dir}")
 
 
@@ -75,7 +78,7 @@ def run_all(lines: Mapping[str, Sequence[str]]) -> None:
     for command, words in lines.items():
         print(f"\n=== {command}", flush=True)
         if not words:
-            print(f"skipped: no checkpoint {module_of(PACKAGE, command).NEEDS.models}", flush=True)
+            print(f"skipped: no checkpoint {COMMANDS[command].models}", flush=True)
             continue
         code = wait(start([sys.executable, *words], os.environ, cwd=Path.cwd()))
         if code in (INTERRUPTED, -signal.SIGINT):
@@ -85,23 +88,14 @@ def run_all(lines: Mapping[str, Sequence[str]]) -> None:
         raise ValueError(f"failed: {' '.join(failed)}")
 
 
-def quickstart_models() -> list[NamedModel]:
-    """What scripts/quickstart.sh has trained; none is a ValueError."""
-    folders = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
-    if not folders:
-        raise ValueError(f"no checkpoint given, and {QUICKSTART} has none; run bash scripts/quickstart.sh")
-    return [named_model(str(folder)) for folder in folders]
-
-
 def fitting_models(command: str, models: Sequence[NamedModel]) -> list[NamedModel]:
     """The models that a command applies to, by their config.json; one without it is a ValueError."""
-    needs = module_of(PACKAGE, command).NEEDS.models
 
     def fits(fields: dict) -> bool:
         normed = NORM_TYPES.get(fields.get("mm_projector_norm", "none")) is not None
-        return {ANY: True, OURS: loading.is_ours(fields), NORMED: normed}[needs]
+        return {ANY: True, OURS: is_ours(fields), NORMED: normed}[COMMANDS[command].models]
 
-    return [model for model in models if fits(loading.config_fields(model.path))]
+    return [model for model in models if fits(config_fields(model.path))]
 
 
 def command_line(
@@ -112,6 +106,6 @@ def command_line(
     for model in models:
         words += ["--model", f"{model.name}={model.path}"]
     values = {"data": data, "samples": samples}
-    for flag in module_of(PACKAGE, command).NEEDS.flags:
+    for flag in COMMANDS[command].flags:
         words += [f"--{flag}", str(values[flag])] if values[flag] else []
     return [*words, "--output-dir", str(output_dir)]

@@ -1,254 +1,210 @@
 """Where a query looks in the picture, and how much of the attention visual tokens get (paper appendix G).
 
-Heatmaps (one row per model, in the order given), by mean over layers and heads or by roll-out; the raster position
-profile; entropy; and the visual tokens' share of the attention per layer, beside the share that uniform attention would
-give them under the mask that the layer applies (causal, sliding, chunked, or open to a whole prefix).
-
-Layers keep their numbers: one without attention (convolution, linear attention, state space) has empty values, and the
-roll-out passes over it.
+Heatmaps (one row per model, in the order given) are the mean over layers and heads; the profiles are of rows of the
+picture, of the visual tokens' share per layer, beside the share that uniform attention would give them under the
+layer's mask, and of the entropy. Weights are those of transformers' eager attention, one layer at a time. Layers keep
+their numbers: one without attention (convolution, linear attention, state space) has empty values.
 
 Shapes: L layers, H heads, S sequence, Q query tokens, V visual tokens.
 """
 
 import argparse
+import contextlib
+import inspect
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import nn
 
-from llava.analysis import attention_watch, inputs, loading, resume
-from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
-from llava.analysis.attention_watch import Attention
-from llava.analysis.commands import Needs
-from llava.analysis.inputs import PicturePrompt
-from llava.analysis.layer_statistics import sink_mask
-from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import TableRow, write_result
+from llava.analysis import measure, models, samples
+from llava.analysis.commands import NamedModel, required_models
+from llava.analysis.measure import Values, sink_mask
+from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
-from llava.analysis.resume import Rows, resumed
 from llava.analysis.seen_area import WHOLE, Area
-from llava.analysis.visual_grid import NoMap, Place, picture_map
-
-NEEDS = Needs()
+from llava.utils.presentation import NEUTRAL, import_pyplot, looks
 
 SHOWN = 5
-METHODS = ("mean", "rollout")
+COLOUR_MAP, OPACITY = "inferno", 0.65
+PROFILES = {  # what a picture's values are called in the tables of the layers
+    "share": "share per layer",
+    "entropy": "entropy per layer",
+    "share without sinks": "share per layer without sinks",
+    "entropy without sinks": "entropy per layer without sinks",
+    "top": "most seen token per layer",
+    "uniform": "share per layer if uniform",
+}
+
+_PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "hyperclovax_vision_v2")
+_PATCHES += ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "kimi_k25", "cosmos3_edge")
+_PIXELS = ("llava", "llava_next", "llava_onevision", "vipllava", "paligemma", "gemma3", "got_ocr2", "deepseek_vl")
+_PIXELS += ("ovis2", "internvl", "aya_vision", "cohere2_vision", "idefics3", "smolvlm", "llama4", "fast_vlm")
+SHAPE_INPUTS = dict.fromkeys(_PATCHES, "image_grid_thw") | dict.fromkeys((*_PIXELS, "perception_lm"), "pixel_values")
+SHAPE_INPUTS |= {"mistral3": "image_sizes", "lfm2_vl": "spatial_shapes", "minicpmv4_6": "target_sizes"}
+SHAPE_INPUTS |= {"gemma4": "image_position_ids"}
+"""The model input that says how large the picture is, by model_type, for the families whose visual tokens are places of
+the picture, row by row. A family that is not here has no map."""
+LATENTS = {"idefics2", "aria"}
+"""Families whose visual tokens are a resampler's latents: each has looked at the whole picture."""
 
 
-class Picture(NamedTuple):
-    """What one sample's attention says.
-
-    Attributes:
-        maps: per method, the picture's attention over its places [rows, columns], summing to 1; empty where the
-            places of its tokens are not known.
-        no_map: why there are none; empty where there are.
-        area: of the picture, which the maps cover.
-        share: per layer, the visual tokens' share of the attention; NaN where a layer has none.
-        entropy: per layer, of the distribution over the visual tokens, divided by ln of how many of them the query may
-            look at, so that 1 is uniform; NaN where it may look at none.
-        top: per layer, the most seen visual token's share of the picture's attention; large where it serves as a sink.
-        share_without_sinks, entropy_without_sinks: the same for the visual tokens that are not sinks (see
-            `layer_statistics`).
-        sinks: which visual tokens are sinks, by their place in the picture.
-        uniform: per layer, the visual tokens' share of the tokens that a query token may look at.
-    """
-
-    maps: dict[str, np.ndarray]
-    no_map: str
-    area: Area
-    share: np.ndarray
-    entropy: np.ndarray
-    top: np.ndarray
-    share_without_sinks: np.ndarray
-    entropy_without_sinks: np.ndarray
-    sinks: list[int]
-    uniform: np.ndarray
+class NoMap(ValueError):
+    """A picture's visual tokens have no known places in it; the message says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    loading.add_arguments(parser)
-    inputs.add_arguments(parser, samples=40)
+    measure.add_arguments(parser)
     parser.add_argument(
         "--query",
         default="question",
         help="the tokens that look: `question` (all text after the picture), `last` (the one that answers), or words "
         "that occur in every question",
     )
-    parser.add_argument("--layers", default="all", help="layers that the mean takes: `all`, or as in 4-11,20 (from 0)")
-    parser.add_argument("--heads", default="all", help="heads that mean and roll-out take, written as for --layers")
-    resume.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the table, heatmaps by both methods, and the profiles' figure."""
-    samples = inputs.choose(args)
-    results = {}
-    for model in required_models(args.models):
-        results[model.name] = measure_attention(model, samples, args)
-    rows = [table_row(name, pictures) for name, pictures in results.items()]
+    """Writes the table, the heatmaps, and the profiles' figure."""
+    drawn = samples.choose(args)
+    results = {model.name: measure_attention(model, drawn, args) for model in required_models(args.models)}
     profiles = {name: curves(pictures) for name, pictures in results.items()}
-    write_result(args, rows, profiles)
+    write_result(args, [table_row(name, pictures) for name, pictures in results.items()], profiles)
     for name, curve in profiles.items():
         without = [layer for layer, share in enumerate(curve["share per layer"]["mean"]) if math.isnan(share)]
         if without:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
-    draw_maps(args, samples, results)
+    draw_maps(args, drawn, results)
     draw_profiles(args, profiles)
 
 
-def draw_maps(args: argparse.Namespace, samples: inputs.Samples, results: dict[str, list[Picture]]) -> None:
-    """Draws the first pictures that have a map of every model that gives any, and prints what has none."""
-    for name, pictures in results.items():
-        for line in map_notes(name, pictures):
-            print(line)
-    gridded = {name: pictures for name, pictures in results.items() if any(picture.maps for picture in pictures)}
-    columns = mapped_by_all(gridded)[:SHOWN]
-    if gridded and not columns:
-        print(f"no heat maps: no picture has one of every model ({', '.join(gridded)})")
-    readable = [index for index in range(len(samples)) if str(index) not in samples.unreadable]
-    shown = [samples[readable[column]] for column in columns]
-    for method in METHODS if shown else ():
-        maps = {
-            name: [(pictures[column].maps[method], pictures[column].area) for column in columns]
-            for name, pictures in gridded.items()
-        }
-        draw_heatmaps(args, shown, maps, method)
+def measure_attention(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> list[Values]:
+    """What `attention_of` says of each sample."""
+
+    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
+        probe = models.load(named, args)
+        return lambda part: look(probe, part[0], args.query)
+
+    return measure.batches("attention", named, drawn, args, start, flags=("query",))
 
 
-def mapped_by_all(results: dict[str, list[Picture]]) -> list[int]:
-    """The pictures of which every model has a map; none where there are no models."""
-    rows = enumerate(zip(*results.values(), strict=True))
-    return [index for index, row in rows if all(picture.maps for picture in row)]
-
-
-def map_notes(name: str, pictures: list[Picture]) -> list[str]:
-    """What maps and profiles over rows leave out, or bring to a common form, in sentences."""
-    notes, without = [], Counter(picture.no_map for picture in pictures if picture.no_map)
-    if without:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in without.most_common())
-        rest = len(pictures) - without.total()
-        notes.append(f"{name}: no map of {without.total()} of {len(pictures)} pictures: {reasons}")
-        if rest:
-            notes[-1] += f". Heat maps, `upper half` and shares per row are of the other {rest}"
-    rows = {len(picture.maps["mean"]) for picture in pictures if picture.maps}
-    if len(rows) > 1:
-        notes.append(f"{name}: its pictures have {min(rows)} to {max(rows)} rows of tokens; profiles have {max(rows)}")
-    return notes
-
-
-def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
-    """Each sample's attention, continuing from what `--output-dir` has."""
-
-    def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
-        probe = loading.load_with_vision(named, args)
-        return lambda state, some: state.rows.extend(look(probe, sample, args) for sample in some)
-
-    flags = ("query", "layers", "heads")
-    return resumed(Rows(Picture), "attention", named, samples, start, args, flags=flags).rows
-
-
-def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Picture:
-    """Runs one sample and reduces its attention, layer by layer."""
+def look(probe: Probe, sample: samples.PicturePrompt, query: str) -> Values:
+    """What `attention_of` says of one sample."""
     batch = probe.prepare([sample])
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
-    asking = query_positions(probe.groups(batch)[0].cpu(), texts, args.query, sample.name)
-    called = f"{probe.name}, {sample.name}: no layer lets the query {args.query!r}"
-    return attention_of(probe, batch, asking, called, args.layers, args.heads)[0]
+    asking = query_positions(probe.groups(batch)[0].cpu(), texts, query, sample.name)
+    return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")[0]
 
 
-def attention_of(
-    probe: Probe, batch: Batch, asking: torch.Tensor, called: str, layers: str = "all", heads: str = "all"
-) -> tuple[Picture, Observation]:
-    """Reduces the attention of a batch of one sample; also returns what else passed through the model.
+# --- one picture ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Within the block, attention is eager, and `see` gets each layer's index, the first sample's weights [H, S, S] and
+    mask [1 or H, S, S], True where a token (second axis) may look at another (third), in one run.
+    """
+    modules = {module: index for index, layer in enumerate(layers) for module in layer.modules()}
+    attentions = {module: index for module, index in modules.items() if hasattr(module, "layer_idx")}
+    configs = {id(m.config): m.config for m in attentions if hasattr(m, "config")}.values()
+    passed: set[int] = set()
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, torch.Tensor) or weights.ndim != 4:
+            return None  # a layer without attention
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        mask, index = (bound | bound.get("kwargs", {})).get("attention_mask"), attentions[module]
+        if mask is None or index in passed:
+            fault = "gets no attention mask" if mask is None else "is one of several attentions in a layer"
+            raise ValueError(f"{type(module).__name__} {fault}, so its attention cannot be measured")
+        passed.add(index)
+        mask = mask[..., : weights.shape[-1]]
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        see(index, weights[0], allowed[0])
+        return (output[0], None, *output[2:])
+
+    before = [config._attn_implementation for config in configs]
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in attentions]
+    for config in configs:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) -> tuple[Values, Observation]:
+    """What the attention in a batch of one sample says, and what else passed through the model.
 
     Args:
         asking: [S] bool, True at the tokens that look.
         called: how the error message begins where no layer lets these tokens look at the picture.
-        layers, heads: values of the flags of these names.
+
+    Returns:
+        per layer [L], NaN where a layer has no attention: `share` of the visual tokens; `entropy` over them, divided by
+        ln of how many the query may look at, so that 1 is uniform; `top`, the most seen one's share of the picture's
+        attention; the first two without visual sinks (see `measure`); `uniform`, the visual tokens' share of the tokens
+        that the query may look at. `sinks`, by their place in the picture; `map` [rows, columns], the mean over layers
+        and heads, summing to 1, empty where `no map` says why; `area`, of the picture that the map covers.
 
     Raises:
-        ValueError: no layer lets the tokens look at the picture, or a named layer has no attention.
+        ValueError: no layer lets the tokens look at the picture, or no layer gives its attention.
     """
     groups, count = probe.groups(batch), len(probe.parts.layers)
-    state = _Reducer(groups[0].cpu() == VISUAL, asking, count, chosen(layers, count, "--layers"), heads)
-    seen = attention_watch.run(probe, batch, see=state.see)
-    if layers != "all" and not state.layers <= state.seen.keys():
-        without = ", ".join(map(str, sorted(state.layers - state.seen.keys())))
-        raise ValueError(f"--layers {layers}: {probe.name} has no attention in layers {without}")
-    if not state.mean.any():
-        raise ValueError(f"{called} look at the picture")
-    try:
-        place, no_map = picture_map(probe.model, batch, groups), ""
-    except NoMap as error:
-        place, no_map = None, str(error)
-    area = batch.areas[0] if batch.areas else WHOLE
-    return state.result(place, no_map, area, sink_mask(seen)[0]), seen
+    visual, looks = groups[0].cpu() == VISUAL, {}
 
-
-class _Look(NamedTuple):
-    # The query's attention to the visual tokens [H, V], which of them it may look at [V], and their share of all that
-    # it may look at.
-    weights: torch.Tensor
-    visible: torch.Tensor
-    uniform: float
-
-
-class _Reducer:
-    # Sums what is needed while the layers pass; only the roll-out's product [S, S] is kept between them.
-    def __init__(self, visual: torch.Tensor, asking: torch.Tensor, count: int, layers: set[int], heads: str) -> None:
-        self.visual, self.asking, self.count, self.layers, self.heads = visual, asking, count, layers, heads
-        self.mean = torch.zeros(int(visual.sum()), dtype=torch.float64)
-        self.rollout: torch.Tensor | None = None
-        self.seen: dict[int, _Look] = {}
-
-    def see(self, index: int, attention: Attention) -> None:
-        heads = sorted(chosen(self.heads, len(attention.weights), "--heads"))
-        weights = attention.weights[heads].double().cpu()
-        looks = weights[:, self.asking][:, :, self.visual].mean(dim=1)  # [H, V]
-        allowed = attention.allowed.expand(len(attention.weights), -1, -1)[heads].cpu()[:, self.asking]  # [H, Q, S]
-        inside = allowed[:, :, self.visual]
+    def see(index: int, weights: torch.Tensor, allowed: torch.Tensor) -> None:
+        allowed = allowed.expand(len(weights), -1, -1).cpu()[:, asking]  # [H, Q, S]
+        inside = allowed[:, :, visual]
         uniform = (inside.sum(dim=-1) / allowed.sum(dim=-1)).mean().item()
-        self.seen[index] = _Look(looks, inside.any(dim=0).any(dim=0), uniform)
-        if index in self.layers:
-            self.mean += looks.mean(dim=0)
-        # Half of each layer's output is the residual stream, which keeps a token at its place.
-        step = (weights.mean(dim=0) + torch.eye(weights.shape[-1], dtype=torch.float64)) / 2
-        self.rollout = step if self.rollout is None else step @ self.rollout
+        looked = weights.double().cpu()[:, asking][:, :, visual].mean(dim=1)
+        if not looked.isfinite().all():
+            raise ValueError(f"{probe.name}: attention weights of layer {index} are NaN or infinite")
+        looks[index] = looked, inside.any(dim=0).any(dim=0), uniform
 
-    def result(self, place: Place | None, no_map: str, area: Area, sinks: torch.Tensor) -> Picture:
-        rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
-        maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
-        sinks = sinks[self.visual]
-        looks = [self.seen.get(index) for index in range(self.count)]
-        return Picture(
-            {method: place(shares).numpy() for method, shares in maps.items()} if place else {},
-            no_map,
-            area,
-            *per_layer([look and look.weights[:, look.visible] for look in looks]),
-            *per_layer([look and look.weights[:, look.visible & ~sinks] for look in looks])[:2],
-            sinks.nonzero().flatten().tolist(),
-            np.array([look.uniform if look else math.nan for look in looks]),
-        )
+    with watched(probe.parts.layers, see):
+        seen = probe.run(batch)
+    if not looks:
+        raise ValueError(f"{probe.name}: no decoder layer gives its attention weights, so none can be measured")
+    total = torch.stack([looked.mean(dim=0) for looked, _, _ in looks.values()]).sum(dim=0)
+    if not total.any():
+        raise ValueError(f"{called} look at the picture")
+    sinks = sink_mask(seen)[0][visual]
+    values = {name: np.full(count, np.nan) for name in PROFILES}
+    for index, (looked, visible, uniform) in looks.items():
+        values["uniform"][index] = uniform
+        values["share"][index], values["entropy"][index], values["top"][index] = shares(looked[:, visible])
+        without = shares(looked[:, visible & ~sinks])
+        values["share without sinks"][index], values["entropy without sinks"][index] = without[:2]
+    try:
+        rows, columns = picture_grid(probe.model, batch, len(total))
+        heat, no_map = (total / total.sum()).view(rows, columns).numpy(), ""
+    except NoMap as error:
+        heat, no_map = np.empty((0, 0)), str(error)
+    area = np.array(batch.areas[0] if batch.areas else WHOLE)
+    places = sinks.nonzero().flatten().numpy()
+    return values | {"sinks": places, "map": heat, "no map": np.array(no_map), "area": area}, seen
 
 
-def per_layer(looks: list[torch.Tensor | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per layer, from looks [H, V], means over heads: share of the attention, entropy / ln V, largest share.
+def shares(looks: torch.Tensor) -> tuple[float, float, float]:
+    """From looks [H, V], means over heads: share of the attention, entropy / ln V, and the largest share.
 
-    NaN where a layer has no attention; the entropy and the largest share also where there is nothing to look at.
+    The last two are NaN where there is nothing to look at.
     """
-    values = []
-    for look in looks:
-        if look is None or not look.shape[1]:
-            values.append((math.nan if look is None else 0.0, math.nan, math.nan))
-            continue
-        share = look.sum(dim=1)
-        within = look / share.clamp(min=1e-30)[:, None]
-        entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(look.shape[1], 2))
-        values.append((share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()))
-    return tuple(np.array(values).T)
+    if not looks.shape[1]:
+        return 0.0, math.nan, math.nan
+    share = looks.sum(dim=1)
+    within = looks / share.clamp(min=1e-30)[:, None]
+    entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(looks.shape[1], 2))
+    return share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()
 
 
 def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, name: str = "sample") -> torch.Tensor:
@@ -264,74 +220,99 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
     after = groups == TEXT_AFTER
     if query == "question":
         return after
-    positions = after.nonzero().flatten().tolist()
     if query == "last":
-        looking = [len(groups) - 1]
-    else:
-        texts = [token_texts[position] for position in positions]
-        start = "".join(texts).lower().find(query.lower())
-        if start < 0:
-            raise ValueError(f"--query {query!r}: {name} does not have it after its picture: {''.join(texts)!r}")
-        ends = np.cumsum([len(text) for text in texts])
-        inside = (ends > start) & (ends - [len(text) for text in texts] < start + len(query))
-        looking = [position for position, takes in zip(positions, inside, strict=True) if takes]
-    mask = torch.zeros_like(after)
-    mask[looking] = True
-    return mask
+        return torch.arange(len(groups)) == len(groups) - 1
+    positions = after.nonzero().flatten().tolist()
+    ends = np.cumsum([len(token_texts[position]) for position in positions])
+    text = "".join(token_texts[position] for position in positions)
+    start = text.lower().find(query.lower())
+    if start < 0:
+        raise ValueError(f"--query {query!r}: {name} does not have it after its picture: {text!r}")
+    inside = (ends > start) & (np.array([0, *ends[:-1]]) < start + len(query))
+    return torch.isin(torch.arange(len(groups)), torch.tensor(positions)[torch.from_numpy(inside)])
 
 
-def chosen(selection: str, count: int, flag: str) -> set[int]:
-    """The indices, from 0 to `count` - 1, that `all` or a list such as `4-11,20` names.
+# --- places in the picture --------------------------------------------------------------------------------------------
+
+
+def picture_grid(model: Any, batch: Batch, count: int) -> tuple[int, int]:
+    """Rows and columns of the `count` visual tokens of a batch of one sample, in the area that the encoder sees.
 
     Raises:
-        ValueError: the selection is not of that form, or an index is too large.
+        NoMap: the places of the tokens are not known.
     """
-    if selection == "all":
-        return set(range(count))
-    try:
-        bounds = [[int(number) for number in part.split("-")] for part in selection.split(",")]
-        indices = {index for bound in bounds for index in range(bound[0], bound[-1] + 1)}
-    except ValueError:
-        raise ValueError(f"{flag} {selection}: expected `all` or a list such as 4-11,20") from None
-    if not indices or max(indices) >= count:
-        raise ValueError(f"{flag} {selection}: there are {count}, from 0 to {count - 1}")
-    return indices
+    if not hasattr(model, "crop_rules"):
+        return visual_grid(model.config.model_type, batch.inputs, count)
+    rules = model.crop_rules()
+    if rules.is_anyres:
+        raise NoMap("this checkpoint cuts them into crops")
+    if rules.tokens_per_crop != rules.tokens_per_side**2 or count != rules.tokens_per_crop:
+        raise NoMap(f"{count} visual tokens do not fill {rules.tokens_per_side} rows and columns")
+    return rules.tokens_per_side, rules.tokens_per_side
 
 
-def table_row(name: str, pictures: list[Picture]) -> TableRow:
+def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """Rows and columns of one picture's visual tokens, from the shape that the processor gave the picture.
+
+    Args:
+        inputs: of the model, for one sample.
+        count: of its visual tokens.
+
+    Raises:
+        NoMap: the tokens form no single grid that is known.
+    """
+    if not count:
+        raise NoMap("there are no visual tokens")
+    if model_type in LATENTS:
+        raise NoMap(f"the visual tokens of {model_type} are latents of a resampler, not places in a picture")
+    if model_type not in SHAPE_INPUTS:
+        raise NoMap(f"it is not known here where the visual tokens of {model_type} lie in a picture")
+    # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.
+    name = "image_sizes" if model_type == "llava" and "image_sizes" in inputs else SHAPE_INPUTS[model_type]
+    shapes = _shapes(name, inputs[name])
+    if len(shapes) > 1:
+        raise NoMap(f"{model_type} cuts them into tiles")
+    rows, columns = shapes[0]
+    for side in range(math.isqrt(rows * columns // count), 0, -1):  # of a token, in patches or pixels
+        if (rows // side) * (columns // side) == count:
+            return rows // side, columns // side
+    raise NoMap(f"{count} visual tokens do not fill the {rows} x {columns} of {name}")
+
+
+def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
+    """Rows and columns of each picture, or of each tile or frame of one, that a model input tells."""
+    if name == "pixel_values":  # [..., channels, rows, columns]
+        return [(value.shape[-2], value.shape[-1])] * math.prod(value.shape[:-3])
+    if name == "image_position_ids":  # [pictures, patches, 2], x before y, -1 at padding
+        return [(1 + int(places[:, 1].max()), 1 + int(places[:, 0].max())) for places in value]
+    return [(rows, columns) for *frames, rows, columns in value.tolist() for _ in range(math.prod(frames))]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table_row(name: str, pictures: list[Values]) -> TableRow:
     """Means and medians over samples and layers; the picture's upper half by the mean map."""
-    maps = [picture.maps["mean"] for picture in pictures if picture.maps]
-    return {
-        "model": name,
-        "samples": len(pictures),
-        "with a map": len(maps),
-        **_mean_and_median("visual share of attention", [picture.share for picture in pictures]),
-        **_mean_and_median("visual share without sinks", [picture.share_without_sinks for picture in pictures]),
-        "share if uniform": float(np.nanmean([picture.uniform for picture in pictures])),
-        **_mean_and_median("entropy / ln V", [picture.entropy for picture in pictures]),
-        **_mean_and_median("entropy without sinks", [picture.entropy_without_sinks for picture in pictures]),
-        "upper half": _mean([upper_half(row_profile(heat)) for heat in maps]),
-        "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(heat))) for heat in maps]),
-        "most seen token": float(np.nanmean([picture.top for picture in pictures])),
-        "visual sinks a picture": float(np.mean([len(picture.sinks) for picture in pictures])),
-    }
+    maps = [picture["map"] for picture in pictures if picture["map"].size]
+    row: TableRow = {"model": name, "samples": len(pictures), "with a map": len(maps)}
+    columns = {"visual share of attention": "share", "visual share without sinks": "share without sinks"}
+    columns |= {"share if uniform": "uniform", "entropy / ln V": "entropy"}
+    columns |= {"entropy without sinks": "entropy without sinks", "most seen token": "top"}
+    for column, what in columns.items():
+        values = np.concatenate([picture[what] for picture in pictures])
+        values = values[~np.isnan(values)]
+        row[column] = measure.mean(values)
+        if what not in ("uniform", "top"):
+            row[f"{column}, median"] = measure.median(values)
+    row["upper half"] = measure.mean(np.array([upper_half(heat) for heat in maps]))
+    row["upper half without the most seen"] = measure.mean(np.array([upper_half(without_most_seen(m)) for m in maps]))
+    return row | {"visual sinks a picture": float(np.mean([len(picture["sinks"]) for picture in pictures]))}
 
 
-def _mean_and_median(name: str, values: list[np.ndarray]) -> dict[str, float]:
-    values = np.array(values)[~np.isnan(values)]
-    mean, median = (float(np.mean(values)), float(np.median(values))) if len(values) else (math.nan, math.nan)
-    return {name: mean, f"{name}, median": median}
-
-
-def row_profile(heatmap: np.ndarray) -> np.ndarray:
-    """Share of the picture's attention per row of tokens, from the top."""
-    return heatmap.sum(axis=1)
-
-
-def with_rows(profile: np.ndarray, rows: int) -> np.ndarray:
-    """A profile over the picture's height in another number of rows, each row's share spread evenly over its height."""
-    bounds = np.linspace(0, 1, len(profile) + 1)
-    return np.diff(np.interp(np.linspace(0, 1, rows + 1), bounds, np.cumsum([0, *profile])))
+def profile(heatmap: np.ndarray, rows: int) -> np.ndarray:
+    """The share of each of `rows` rows of a map; each row's own share is spread evenly over its height."""
+    bounds = np.linspace(0, 1, len(heatmap) + 1)
+    return np.diff(np.interp(np.linspace(0, 1, rows + 1), bounds, np.cumsum([0, *heatmap.sum(axis=1)])))
 
 
 def without_most_seen(heatmap: np.ndarray) -> np.ndarray:
@@ -340,32 +321,19 @@ def without_most_seen(heatmap: np.ndarray) -> np.ndarray:
     return rest / rest.sum() if rest.any() else heatmap
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def upper_half(heatmap: np.ndarray) -> float:
+    """The part of a map that lies in the upper half; a middle row counts half."""
+    return float(profile(heatmap, 2)[0])
 
 
-def upper_half(profile: np.ndarray) -> float:
-    """The part of a profile over rows that lies in the upper half; a middle row counts half."""
-    return float((profile * np.clip(len(profile) / 2 - np.arange(len(profile)), 0, 1)).sum())
-
-
-def curves(pictures: list[Picture]) -> dict[str, Any]:
+def curves(pictures: list[Values]) -> dict[str, Any]:
     """Mean, standard deviation and median over the samples of each layer's values, and the places of the sinks."""
-    places = Counter(place for picture in pictures for place in picture.sinks)
+    places = Counter(int(place) for picture in pictures for place in picture["sinks"])
     result: dict[str, Any] = {"visual sinks: pictures by place": dict(sorted(places.items()))}
-    for name, values in (
-        ("share per layer", [picture.share for picture in pictures]),
-        ("entropy per layer", [picture.entropy for picture in pictures]),
-        ("share per layer without sinks", [picture.share_without_sinks for picture in pictures]),
-        ("entropy per layer without sinks", [picture.entropy_without_sinks for picture in pictures]),
-        ("most seen token per layer", [picture.top for picture in pictures]),
-        ("share per layer if uniform", [picture.uniform for picture in pictures]),
-    ):
-        result[name] = _moments(values)
-    maps = [picture.maps for picture in pictures if picture.maps]
-    rows = max((len(heat["mean"]) for heat in maps), default=0)
-    for method in METHODS if maps else ():
-        result[f"share per row, {method}"] = _moments([with_rows(row_profile(heat[method]), rows) for heat in maps])
+    result |= {title: _moments([picture[what] for picture in pictures]) for what, title in PROFILES.items()}
+    maps = [picture["map"] for picture in pictures if picture["map"].size]
+    if maps:
+        result["share per row, mean"] = _moments([profile(heat, max(map(len, maps))) for heat in maps])
     return result
 
 
@@ -374,3 +342,95 @@ def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
     columns = [column[~np.isnan(column)] for column in np.array(values).T]
     kinds = {"mean": np.mean, "std": np.std, "median": np.median}
     return {name: [float(of(c)) if len(c) else math.nan for c in columns] for name, of in kinds.items()}
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[str, list[Values]]) -> None:
+    """Draws the first pictures that have a map of every model that gives any, and prints what has none."""
+    for name, pictures in results.items():
+        reasons = Counter(str(picture["no map"]) for picture in pictures if not picture["map"].size)
+        if reasons:
+            why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+            print(f"{name}: no map of {reasons.total()} of {len(pictures)} pictures: {why}")
+    gridded = {name: pictures for name, pictures in results.items() if any(picture["map"].size for picture in pictures)}
+    together = enumerate(zip(*gridded.values(), strict=True))
+    columns = [index for index, pictures in together if all(picture["map"].size for picture in pictures)][:SHOWN]
+    if gridded and not columns:
+        print(f"no heat maps: no picture has one of every model ({', '.join(gridded)})")
+    readable = [index for index in range(len(drawn)) if str(index) not in drawn.unreadable]
+    if columns:
+        maps = {name: [pictures[column] for column in columns] for name, pictures in gridded.items()}
+        draw_heatmaps(args, [drawn[readable[column]] for column in columns], maps)
+
+
+def draw_heatmaps(
+    args: argparse.Namespace, shown: Sequence[samples.PicturePrompt], results: dict[str, list[Values]]
+) -> None:
+    """One column per sample: the picture, then a row per model in the given order; one colour scale per column."""
+    size, name = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6), f"{args.command}-heatmaps"
+    with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
+        for column, sample in enumerate(shown):
+            axes[0, column].imshow(sample.image)
+            axes[0, column].set_title("\n".join(textwrap.wrap(sample.prompt, 26, max_lines=2)), fontsize=9)
+            most = max(pictures[column]["map"].max() for pictures in results.values())
+            for axis, (model, pictures) in zip(axes[1:, column], results.items(), strict=True):
+                values = pictures[column]
+                bright = axis.imshow(overlaid(sample.image, values["map"], most, values["area"]), COLOUR_MAP)
+                axis.set_ylabel(model if column == 0 else "")
+        for axis in axes.flat:
+            axis.set(xticks=[], yticks=[])
+            axis.grid(False)
+        bright.set_clim(0, 1)
+        bar = drawn.colorbar(bright, ax=axes[1:], shrink=0.8, ticks=[0, 1])
+        bar.ax.set_yticklabels(["0", "most"])
+        bar.set_label("share of the picture's attention")
+
+
+def overlaid(picture: Image.Image, heat: np.ndarray, most: float, area: Area = WHOLE) -> Image.Image:
+    """The picture in grey under its heatmap, in RGB and its own size; what the encoder does not see stays grey.
+
+    Args:
+        heat: each place's share of the attention [rows, columns].
+        most: the share that gets the brightest colour.
+        area: of the picture, which the heatmap covers; margins are cut off.
+    """
+    import_pyplot()  # says how to install it
+    from matplotlib import colormaps
+
+    colours = colormaps[COLOUR_MAP](heat / most)[:, :, :3]
+    grey = picture.convert("L").point(lambda value: (value + 200) * 255 / 500).convert("RGB")  # neither black nor white
+    left, top, right, bottom = (round(part * side) for part, side in zip(area, picture.size * 2, strict=True))
+    size = max(1, right - left), max(1, bottom - top)
+    above = grey.copy()
+    above.paste(Image.fromarray(np.uint8(255 * colours)).resize(size, Image.Resampling.NEAREST), (left, top))
+    return Image.blend(grey, above, OPACITY)
+
+
+def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Share of attention per image row, visual share per layer, entropy per layer; bands are one std over samples."""
+    look = looks(results)
+    references = [np.array(curve["share per layer if uniform"]["mean"]) for curve in results.values()]
+    alike = all(np.array_equal(reference, references[0], equal_nan=True) for reference in references)
+    with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
+        for (name, curve), uniform in zip(results.items(), references, strict=True):
+            colour = look[name]["color"]
+            for axis, key in zip(axes, ("share per row, mean", "share per layer", "entropy per layer"), strict=True):
+                moments = curve.get(key, {"mean": [], "std": []})
+                mean, std = np.array(moments["mean"]), np.array(moments["std"])
+                at = np.flatnonzero(~np.isnan(mean))  # a layer without attention gets no point
+                shown = at + (axis is axes[0])  # rows are counted from 1
+                axis.plot(shown, mean[at], "o-", markersize=3, color=colour, label=name)
+                axis.fill_between(shown, (mean - std)[at], (mean + std)[at], color=colour, alpha=0.15, linewidth=0)
+                if axis is axes[0] and len(mean):
+                    axis.axhline(1 / len(mean), color=NEUTRAL, linestyle=":")
+            at = np.flatnonzero(~np.isnan(uniform))
+            axes[1].plot(at, uniform[at], ":", color=NEUTRAL if alike else colour)
+        axes[0].xaxis.get_major_locator().set_params(integer=True)
+        axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
+        axes[0].set_title("Raster position (dotted: uniform)")
+        axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))
+        axes[1].set_title("Attention to visual tokens\n(dotted: if uniform under the mask)")
+        axes[2].set(xlabel="layer", ylabel="entropy / ln V", title="Entropy over the picture (1: uniform)")
+        drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -1,32 +1,19 @@
-"""Curves over the LLM's layers, as tables and figures: one measurement, of which each command is a view.
-
-A view (`layer-norms`, `update-rates`) says which values it shows; the measurement is that of `layer_statistics`.
-"""
+"""Curves over the LLM's layers, as tables and figures; a command is a view of one measurement (see `measure`)."""
 
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from llava.analysis import inputs, layer_statistics, loading
-from llava.analysis.layer_statistics import (
-    ADDED,
-    ONLY_SINKS,
-    SINK_RATIO,
-    STATE_METRICS,
-    STEP_METRICS,
-    TEXT_GROUPS,
-    WITH_SINKS,
-    WITHOUT_SINKS,
-    Measurement,
-    measure_layers,
-)
-from llava.analysis.models import NamedModel, required_models
+from llava.analysis import measure, samples
+from llava.analysis.commands import NamedModel, required_models
+from llava.analysis.measure import ADDED, STATE_METRICS, STEP_METRICS, TEXT_GROUPS, WITH_SINKS, Measurement
+from llava.analysis.models import check
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
@@ -36,19 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHOWN_SINKS = 12
-SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
-# Groups as a figure draws them: colour, line style, whether with a band.
+SUFFIX = {measure.WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
+# Groups as a figure draws them: label, colour, line style, whether with a band.
 LINES = {
-    VISUAL: (VISUAL_COLOUR, "-", True),
-    TEXT_AFTER: (TEXT_COLOUR, "-", True),
-    TEXT_BEFORE: (TEXT_BEFORE_COLOUR, "--", False),
-    SPECIAL: (SPECIAL_COLOUR, ":", False),
-}
-LABELS = {
-    VISUAL: "visual tokens",
-    TEXT_AFTER: "text after the image",
-    TEXT_BEFORE: "text before it",
-    SPECIAL: "special tokens",
+    VISUAL: ("visual tokens", VISUAL_COLOUR, "-", True),
+    TEXT_AFTER: ("text after the image", TEXT_COLOUR, "-", True),
+    TEXT_BEFORE: ("text before it", TEXT_BEFORE_COLOUR, "--", False),
+    SPECIAL: ("special tokens", SPECIAL_COLOUR, ":", False),
 }
 
 
@@ -89,7 +70,7 @@ class Run(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layer_statistics.add_arguments(parser)
+    measure.add_arguments(parser, batches=True)
     parser.add_argument(
         "--checkpoints",
         type=Path,
@@ -102,21 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurement], list[Run]]:
     """Measures every model, and writes the view's summary, its `-layers` and `-sinks` tables and its figure."""
-    measured, runs = measure_all(args)
+    runs = [expand(folder, args.models) for folder in args.checkpoints]
+    drawn = samples.choose(args)
+    for model in args.models:
+        check(model, args)
+    measured = {model.name: measure.measure_layers(model, drawn, args) for model in required_models(args.models)}
     write_result(args, summary(measured, view))
     write_result(args, layer_rows(measured, view.columns), name=f"{args.command}-layers", show=False)
     write_sinks(args, measured)
     draw_view(args, without_earlier(measured, runs), view)
     return measured, runs
-
-
-def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[Run]]:
-    """Measures every model of the command line and of `--checkpoints`; the measurements by model name, and the runs."""
-    runs = [expand(folder, args.models) for folder in args.checkpoints]
-    samples = inputs.choose(args)
-    for model in args.models:
-        loading.check(model, args)
-    return {model.name: measure_layers(model, samples, args) for model in required_models(args.models)}, runs
 
 
 def expand(folder: Path, models: list[NamedModel]) -> Run:
@@ -127,12 +103,12 @@ def expand(folder: Path, models: list[NamedModel]) -> Run:
     """
     name = "/".join([part for part in folder.parts if part != "/"][-2:])
     folders = [(step_of(path), path) for path in checkpoints(str(folder))]
-    steps = sorted((step, path) for step, path in folders if step is not None)
+    steps = dict(sorted((step, path) for step, path in folders if step is not None))
     if not steps:
         raise ValueError(f"--checkpoints {folder}: no checkpoint-N in it, and no trainer_state.json")
-    named = [NamedModel(f"{name}, step {step}", path) for step, path in dict(steps).items()]
+    named = [NamedModel(f"{name}, step {step}", path) for step, path in steps.items()]
     models += [model for model in named if model not in models]
-    return Run(name, [step for step, _ in dict(steps).items()], [model.name for model in named])
+    return Run(name, list(steps), [model.name for model in named])
 
 
 def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[str, Measurement]:
@@ -141,22 +117,27 @@ def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[s
     return {name: measurement for name, measurement in measured.items() if name not in earlier}
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def curve(
-    measurement: Measurement, what: str, groups: int | Sequence[int], part: tuple[bool, ...] = WITHOUT_SINKS
+    measurement: Measurement,
+    what: str,
+    groups: int | tuple[int, ...],
+    part: tuple[bool, ...] = measure.WITHOUT_SINKS,
 ) -> Curve:
-    """Statistics of the value `what` in each layer, see `Measurement.stream`.
+    """Statistics of the value `what` in each layer.
 
     A cosine's quantiles are taken from the angle, which keeps values apart where all cosines are near 1.
     """
     layers = range(measurement.layers + (what in STATE_METRICS))
-    streams = [measurement.stream(what, groups, layer, part) for layer in layers]
-    quantiles = [measurement.stream(what.replace("cosine", "turn"), groups, layer, part) for layer in layers]
-    columns = [np.array([stream.percentile(p) for stream in quantiles]) for p in (50, 25, 75)]
-    if what.endswith("cosine"):
-        columns = [np.cos(np.deg2rad(column)) for column in columns]
-        columns = [columns[0], columns[2], columns[1]]  # the larger angle has the smaller cosine
-    mean = np.array([stream.mean if stream.count else math.nan for stream in streams])
-    return Curve(mean, *columns, np.array([stream.count for stream in streams]))
+    values = [measurement.of(what, groups, layer, part) for layer in layers]
+    angles = [measurement.of(what.replace("cosine", "turn"), groups, layer, part) for layer in layers]
+    columns = [[np.percentile(layer, p) if len(layer) else math.nan for layer in angles] for p in (50, 25, 75)]
+    median, low, high = map(np.array, columns)
+    if what.endswith("cosine"):  # the larger angle has the smaller cosine
+        median, high, low = (np.cos(np.deg2rad(column)) for column in (median, low, high))
+    return Curve(np.array(list(map(measure.mean, values))), median, low, high, np.array(list(map(len, values))))
 
 
 def summary(measured: dict[str, Measurement], view: View) -> list[TableRow]:
@@ -164,34 +145,33 @@ def summary(measured: dict[str, Measurement], view: View) -> list[TableRow]:
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            without, everything = (measurement.stream("norm", group, 0, part).count for part in SUFFIX)
-            for part, count in ((WITHOUT_SINKS, without), (WITH_SINKS, everything)):
-                if not count or (part == WITH_SINKS and count == without):
-                    continue  # no tokens, or no sinks among them
-                row = {"model": model, "tokens": label + SUFFIX[part], "count": count}
-                rows.append(row | view.cells(measurement, group, part))
+            counts = {part: len(measurement.of("norm", group, 0, part)) for part in SUFFIX}
+            for part, count in counts.items():
+                if count and not (part == WITH_SINKS and count == counts[measure.WITHOUT_SINKS]):
+                    row = {"model": model, "tokens": label + SUFFIX[part], "count": count}
+                    rows.append(row | view.cells(measurement, group, part))
     return rows
 
 
 def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[TableRow]:
     """A row per model, group and layer: mean and median of the values `names`, without the sinks and with them."""
-    rows = []
-    for model, measurement in measured.items():
-        for group, label in GROUPS.items():
-            rows += [{"model": model, "tokens": label} | row for row in _layers(measurement, group, names)]
-            steps = tuple(name for name in names if name in STEP_METRICS)
-            added = _layers(measurement, group, steps, ADDED) if steps else []
-            rows += [{"model": model, "tokens": f"{label}: {ADDED}after the layer"} | row for row in added]
-    return rows
+    steps = tuple(name for name in names if name in STEP_METRICS)
+    return [
+        {"model": model, "tokens": f"{label}: {ADDED}after the layer" if prefix else label} | row
+        for model, measurement in measured.items()
+        for group, label in GROUPS.items()
+        for prefix, kinds in (("", names), (ADDED, steps))
+        for row in _layers(measurement, group, kinds, prefix)
+    ]
 
 
-def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str = "") -> list[TableRow]:
+def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str) -> list[TableRow]:
     # A row per layer that has values of this prefix.
     values = {(name, part): curve(measurement, prefix + name, group, part) for name in names for part in SUFFIX}
-    everything, rows = values[names[0], WITH_SINKS].count, []
-    for layer in np.flatnonzero(everything).tolist():
-        row = {"layer": layer, "count with sinks": int(everything[layer])}
-        row["sinks"] = row["count with sinks"] - int(values[names[0], WITHOUT_SINKS].count[layer])
+    rows = []
+    for layer in np.flatnonzero(values[names[0], WITH_SINKS].count if names else ()).tolist():
+        every, without = (int(values[names[0], part].count[layer]) for part in (WITH_SINKS, measure.WITHOUT_SINKS))
+        row = {"layer": layer, "count with sinks": every, "sinks": every - without}
         for (name, part), layer_values in values.items():
             if layer < len(layer_values.mean):
                 row[f"{name} mean{SUFFIX[part]}"] = float(layer_values.mean[layer])
@@ -204,27 +184,26 @@ def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> N
     """Writes every model's sinks to `<command>-sinks`, the most frequent first."""
     rows = []
     for model, measurement in measured.items():
-        sinks = sorted(measurement.sinks.items(), key=lambda item: (-item[1]["samples"], -item[1]["ratio"]))
-        for (group, position, token), sink in sinks[:SHOWN_SINKS]:
-            rows.append(
-                {
-                    "model": model,
-                    "tokens": GROUPS[group],
-                    "position": position,
-                    "token": repr(token) if token else "",
-                    "samples": f"{sink['samples']} of {measurement.done}",
-                    "states": f"{sink['first']} to {sink['last']}",
-                    "largest norm": sink["norm"],
-                    "over the median": sink["ratio"],
-                }
-            )
-        if len(sinks) > SHOWN_SINKS:
-            print(f"{model}: {len(sinks) - SHOWN_SINKS} rarer sinks are not listed")
+        places: dict[tuple, list[dict[str, Any]]] = {}
+        for sink in measurement.sinks:
+            places.setdefault((sink["group"], sink["position"], sink["token"]), []).append(sink)
+        largest = {place: max(sink["ratio"] for sink in sinks) for place, sinks in places.items()}
+        order = sorted(places, key=lambda place: (-len(places[place]), -largest[place]))
+        for place in order[:SHOWN_SINKS]:
+            (group, position, token), sinks = place, places[place]
+            row = {"model": model, "tokens": GROUPS[group], "position": position, "token": repr(token) if token else ""}
+            row |= {"samples": f"{len(sinks)} of {measurement.count}"}
+            row["states"] = f"{min(sink['first'] for sink in sinks)} to {max(sink['last'] for sink in sinks)}"
+            row |= {"largest norm": max(sink["norm"] for sink in sinks), "over the median": largest[place]}
+            rows.append(row)
+        if len(order) > SHOWN_SINKS:
+            print(f"{model}: {len(order) - SHOWN_SINKS} rarer sinks are not listed")
+    ratio = f"{measure.SINK_RATIO:.0f} times the median of"
     if rows:
-        print(f"\nsinks (norm over {SINK_RATIO:.0f} times the median of the sample's tokens of the same kind):")
+        print(f"\nsinks (norm over {ratio} the sample's tokens of the same kind):")
         write_result(args, rows, name=f"{args.command}-sinks")
     else:
-        print(f"no sinks: no token's norm exceeds {SINK_RATIO:.0f} times the median of its kind in its sample")
+        print(f"no sinks: no token's norm exceeds {ratio} its kind in its sample")
 
 
 def gap(measurement: Measurement) -> np.ndarray:
@@ -236,10 +215,9 @@ def verdict(model: str, measurement: Measurement) -> str:
     """One sentence: by how much text turns faster than visual tokens, or slower."""
     ratio = gap(measurement)
     mean = math.exp(float(np.nanmean(np.log(ratio))))
-    slower = int((ratio > 1).sum())
     return (
         f"{model}: a layer turns text by {mean:.2f} times the angle of visual tokens (geometric mean of the layers); "
-        f"visual tokens are slower in {slower} of {len(ratio)} layers"
+        f"visual tokens are slower in {int((ratio > 1).sum())} of {len(ratio)} layers"
     )
 
 
@@ -247,17 +225,15 @@ def verdict(model: str, measurement: Measurement) -> str:
 
 
 @contextlib.contextmanager
-def panels(
-    args: argparse.Namespace, measured: dict[str, Measurement], rows: int, **options: Any
-) -> Iterator[np.ndarray]:
+def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int) -> Iterator[np.ndarray]:
     """Axes [rows, models] that share each row's scale, with the groups' legend below."""
     size = (max(3.4 * len(measured), 5.5), 2.9 * rows + 0.6)
-    with figure(args, rows, len(measured), figsize=size, sharey="row", sharex=True, squeeze=False, **options) as (f, a):
-        yield a
-        for axis, name in zip(a[0], measured, strict=True):
+    with figure(args, rows, len(measured), figsize=size, sharey="row", sharex=True, squeeze=False) as (drawn, axes):
+        yield axes
+        for axis, name in zip(axes[0], measured, strict=True):
             axis.set_title(name)
-        handles = dict(zip(*reversed(a[0, 0].get_legend_handles_labels()), strict=True))
-        f.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
+        handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+        drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
 
 
 def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: View) -> None:
@@ -265,9 +241,7 @@ def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: 
     with panels(args, measured, len(view.panels)) as axes:
         for column, measurement in enumerate(measured.values()):
             for row, what in enumerate(view.panels):
-                draw_groups(axes[row, column], measurement, what)
-                if view.sinks:
-                    draw_sinks(axes[row, column], measurement, what)
+                draw_groups(axes[row, column], measurement, what, view.sinks)
             axes[-1, column].set_xlabel("layer")
         for row, (what, label) in enumerate(view.panels.items()):
             axes[row, 0].set_ylabel(label)
@@ -278,24 +252,19 @@ def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: 
                     axis.set_yscale("log")
 
 
-def draw_groups(axis: "Axes", measurement: Measurement, what: str) -> None:
-    """Median per group without the sinks, with the middle half as a band."""
-    for group, (colour, style, band) in LINES.items():
+def draw_groups(axis: "Axes", measurement: Measurement, what: str, sinks: bool) -> None:
+    """Median per group without the sinks, with the middle half as a band; and of all sinks, if these are shown."""
+    for group, (label, colour, style, band) in LINES.items():
         values = curve(measurement, what, group)
-        if not values.count.any():
-            continue
-        layers = np.arange(len(values.median))
-        axis.plot(layers, values.median, style, color=colour, label=LABELS[group], linewidth=2.2 if band else 1.3)
-        if band:
-            axis.fill_between(layers, values.low, values.high, color=colour, alpha=0.2, linewidth=0)
-    axis.margins(x=0.01)
-
-
-def draw_sinks(axis: "Axes", measurement: Measurement, what: str) -> None:
-    """Median of all sinks, where there are any."""
-    values = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
-    if values.count.any():
+        if values.count.any():
+            axis.plot(values.median, style, color=colour, label=label, linewidth=2.2 if band else 1.3)
+            if band:
+                layers = np.arange(len(values.median))
+                axis.fill_between(layers, values.low, values.high, color=colour, alpha=0.2, linewidth=0)
+    values = curve(measurement, what, tuple(GROUPS), measure.ONLY_SINKS)
+    if sinks and values.count.any():
         axis.plot(values.median, "-.", color="black", linewidth=1, label="sinks")
+    axis.margins(x=0.01)
 
 
 def cosine_scale(axis: "Axes") -> None:
@@ -318,15 +287,13 @@ def cosine_scale(axis: "Axes") -> None:
 
 def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: list[Run]) -> None:
     """The cosine's mean per layer over a run's checkpoints (Figure 5): a column per run, visual above, text below."""
-    size = (max(3.8 * len(runs), 5.5), 5.8)
-    name = f"{args.command}-checkpoints"
+    size, name = (max(3.8 * len(runs), 5.5), 5.8), f"{args.command}-checkpoints"
     with figure(args, 2, len(runs), name=name, figsize=size, sharex=True, sharey=True, squeeze=False) as (drawn, axes):
         from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
-        last = max(max(run.steps) for run in runs)
-        scale = ScalarMappable(Normalize(0, last), colormaps["viridis_r"])
+        scale = ScalarMappable(Normalize(0, max(max(run.steps) for run in runs)), colormaps["viridis_r"])
         for column, run in enumerate(runs):
             for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT_GROUPS, "text tokens"))):
                 for step, model in zip(run.steps, run.models, strict=True):

@@ -14,15 +14,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llava.analysis.commands import Needs
-from llava.analysis.models import NamedModel, required_models
+from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
 from llava.utils.presentation import looks
-
-NEEDS = Needs(flags=())
 
 # Table 6 where it has the model, else Table 1; a key is a pattern that is searched in the last part of the path.
 PAPER_NORMS = {
@@ -61,12 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
     models = [read_embedding_norms(model, args.embedding_name) for model in required_models(args.models)]
-    rows = [
-        with_paper(table_row(norms), paper_of(PAPER_NORMS, m)) for norms, m in zip(models, args.models, strict=True)
-    ]
-    write_result(args, rows)
-    papers = [paper_of(PAPER_TOKENS, model) for model in args.models]
-    write_result(args, token_rows(models, args.top, papers), name="embedding-norms-tokens")
+    papers = [[paper_of(table, model) for model in args.models] for table in (PAPER_NORMS, PAPER_TOKENS)]
+    write_result(args, [with_paper(table_row(norms), paper) for norms, paper in zip(models, papers[0], strict=True)])
+    write_result(args, token_rows(models, args.top, papers[1]), name="embedding-norms-tokens")
     draw(args, models)
 
 
@@ -163,8 +157,7 @@ def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
             mean = model.norms.mean()
             axis.stairs(share, edges, color=colour, fill=len(models) == 1, alpha=0.9, linewidth=4 / (1 + index))
             axis.axvline(mean, color=colour, linestyle="--", linewidth=1.2)
-            axis.plot(
-                [], [], color=colour, label=f"{model.name}: mean {mean:.3f} (dashed), std {model.norms.std():.3f}"
-            )
+            label = f"{model.name}: mean {mean:.3f} (dashed), std {model.norms.std():.3f}"
+            axis.plot([], [], color=colour, label=label)
         axis.set(xlabel="L2 norm of a token's embedding", ylabel="share of the vocabulary (%)", xlim=(0, largest))
         drawn.legend(loc="outside lower center")

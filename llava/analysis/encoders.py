@@ -1,24 +1,23 @@
 """Vision encoders on their own, of every family that a tower may have: the tokens that an LLM would get (Table 1)."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoModel
-from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+from transformers import AutoImageProcessor, AutoModel
 
-from llava.analysis.inputs import PicturePrompt
-from llava.analysis.loading import config_fields, placement
-from llava.analysis.models import NamedModel
-from llava.analysis.processors import load_remote_image_processor
+from llava.analysis.commands import NamedModel
+from llava.analysis.models import config_fields, placement
+from llava.analysis.processors import load_processor
 from llava.analysis.remote_code import load_remote, requires_trust
+from llava.analysis.samples import PicturePrompt
 from llava.families import output_rows
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
-from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower, VisionTower
+from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
 
 MOONVIT = "moonvit"
-"""No tower of ours: its repository has its code."""
+"""Not a tower of this tree: its repository has its code."""
 # Also the types that have a text encoder beside the tower, such as `clip`.
 MODEL_TYPES = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
 
@@ -32,15 +31,12 @@ def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Seque
     if config_fields(named.path)["model_type"] == MOONVIT:
         return load_moonvit(named.path, args)
     tower = load_tower(named.path, args)
-    if isinstance(tower, Siglip2VisionTower):  # NaFlex sees pictures in their own shape; a tower's are squares
-        processor, tokens = Siglip2ImageProcessorPil.from_pretrained(named.path), shaped_tokens
-    else:
-        processor, tokens = load_image_processor(named.path, tower), square_tokens
+    processor = load_image_processor(named.path, tower)
 
     @torch.no_grad()
     def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
         inputs = processor(images=[sample.image for sample in samples], return_tensors="pt")
-        return tokens(tower, inputs.to(tower.device, tower.dtype))
+        return tower(inputs["pixel_values"].to(tower.device, tower.dtype)).flatten(0, 1)
 
     return encode
 
@@ -50,7 +46,7 @@ def load_moonvit(path: str, args: argparse.Namespace) -> Callable[[Sequence[Pict
     requires_trust(path, args.trust_remote_code)
     where = placement(args)
     model = load_remote(path, AutoModel, where["device_map"][""], where["dtype"])
-    processor = load_remote_image_processor(path)
+    processor = load_processor(path, trust=True, auto=AutoImageProcessor)
 
     @torch.no_grad()
     def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
@@ -72,21 +68,3 @@ def load_tower(path: str, args: argparse.Namespace) -> VisionTower:
         words = str(error).replace("--mm_vision_select_layer", "--vision-layer").replace("--vision_tower", "--model")
         raise ValueError(words) from error
     return tower.to(where["device_map"][""]).eval()
-
-
-def square_tokens(tower: VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Patches' states [N, E] of pictures that all have the tower's size."""
-    return tower(inputs["pixel_values"]).flatten(0, 1)
-
-
-def shaped_tokens(tower: Siglip2VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Patches' states [N, E] of pictures of different shapes, without padding."""
-    outputs: list[torch.Tensor] = []
-    last = [tower.vision_model.embeddings, *tower.layers][-1]
-    handle = last.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        tower.vision_model(**inputs)
-    finally:
-        handle.remove()
-    (states,) = outputs
-    return states[inputs["pixel_attention_mask"].bool()]

@@ -13,21 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llava.analysis import inputs, layer_statistics, loading
-from llava.analysis.commands import Needs
+from llava.analysis import measure, models, samples
+from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
-from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS, Measurement
-from llava.analysis.models import NamedModel, required_models
+from llava.analysis.measure import SCALE, TEXT_GROUPS, WITH_SINKS, Values, median
 from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
-from llava.analysis.resume import resumed
-from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
 from llava.families import family_of
 from llava.utils.presentation import SPECIAL_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
-
-NEEDS = Needs()
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"
@@ -56,16 +51,16 @@ PAPER = {
 
 
 class Interface(NamedTuple):
-    """One model's streams of norms, by the kind of token, and the factor of its embeddings (`embedding_factor`)."""
+    """One model's norms by the kind of token, and the factor of its embeddings (`embedding_factor`)."""
 
     name: str
     path: str
-    streams: dict[str, Stream]
+    norms: dict[str, np.ndarray]
     factor: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layer_statistics.add_arguments(parser)
+    measure.add_arguments(parser, batches=True)
     parser.add_argument(
         "--vision-layer",
         type=int,
@@ -81,43 +76,41 @@ def run(args: argparse.Namespace) -> None:
     rows = [row for measured in interfaces for row in table_rows(measured)]
     write_result(args, rows)
     for measured in interfaces:
-        if ENTERING in measured.streams:
+        if ENTERING in measured.norms:
             print(headline(measured))
     draw(args, interfaces)
 
 
 def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
     """All norms that the model has: of an encoder its tokens, of a plain LLM its embeddings."""
-    fields = loading.config_fields(model.path, args.trust_remote_code)
+    fields = models.config_fields(model.path, args.trust_remote_code)
     model_type = fields.get("model_type", "")
     if model_type in MODEL_TYPES:
         return Interface(model.name, model.path, {FEATURES: encoder_norms(model, args)})
-    streams, factor = {}, None
-    if loading.sees(fields, args):
-        measured = layer_statistics.measure_layers(model, inputs.choose(args), args)
-        streams[FEATURES] = measured.stream("vision features")
-        streams[PROJECTED] = measured.stream("projector output")
+    norms, factor = {}, None
+    if models.sees(fields, args):
+        measured = measure.measure_layers(model, samples.choose(args), args)
+        norms[FEATURES], norms[PROJECTED] = measured.of(measure.FEATURES), measured.of(measure.PROJECTED)
         for what, groups in ((ENTERING, VISUAL), (TEXT_IN, TEXT_GROUPS)):
-            streams[what] = measured.stream("norm", groups, 0, WITH_SINKS)
-            without = measured.stream("norm", groups)
-            streams |= {what + SINKLESS: without} if without.count < streams[what].count else {}
-        factor = embedding_factor(measured.stream(SCALE, TEXT_GROUPS, 0, WITH_SINKS))
-    files = NamedModel(model.name, loading.base_of(model.path, args) or model.path)
-    norms = read_embedding_norms(files, args.embedding_name).norms
-    streams[TABLE] = stream_of(norms[norms > 0])
+            norms[what] = measured.of("norm", groups, 0, WITH_SINKS)
+            without = measured.of("norm", groups)
+            norms |= {what + SINKLESS: without} if len(without) < len(norms[what]) else {}
+        factor = embedding_factor(measured.of(SCALE, TEXT_GROUPS, 0, WITH_SINKS))
+    files = NamedModel(model.name, models.base_of(model.path, args) or model.path)
+    table = read_embedding_norms(files, args.embedding_name).norms
+    norms[TABLE] = table[table > 0]
     if factor not in (None, 1.0):
-        streams[TABLE_IN] = stream_of(factor * norms[norms > 0])
-    vocabulary = family_of(model_type).vocabulary
-    if vocabulary:
-        streams[VOCABULARY] = stream_of(vocabulary_norms(model.path, vocabulary))
-    return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count}, factor)
+        norms[TABLE_IN] = factor * norms[TABLE]
+    if vocabulary := family_of(model_type).vocabulary:
+        norms[VOCABULARY] = vocabulary_norms(model.path, vocabulary)
+    return Interface(model.name, model.path, {name: values for name, values in norms.items() if len(values)}, factor)
 
 
-def embedding_factor(scales: Stream) -> float | None:
+def embedding_factor(scales: np.ndarray) -> float | None:
     """The factor between the embedding matrix and what enters the LLM; None where text tokens do not share one."""
-    if not scales.count or scales.percentile(95) > (1 + CONSTANT) * scales.percentile(5):
+    if not len(scales) or np.percentile(scales, 95) > (1 + CONSTANT) * np.percentile(scales, 5):
         return None
-    return scales.median if abs(scales.median - 1) > UNSCALED else 1.0
+    return median(scales) if abs(median(scales) - 1) > UNSCALED else 1.0
 
 
 def ratio(measured: Interface, ending: str = "") -> float:
@@ -126,41 +119,40 @@ def ratio(measured: Interface, ending: str = "") -> float:
     Args:
         ending: `SINKLESS`, or nothing for all tokens.
     """
-    visual, text = (
-        measured.streams.get(what + ending, measured.streams.get(what, Stream())) for what in (ENTERING, TEXT_IN)
-    )
-    return visual.median / text.median
+    norms, nothing = measured.norms, np.empty(0)
+    visual, text = (norms.get(what + ending, norms.get(what, nothing)) for what in (ENTERING, TEXT_IN))
+    return median(visual) / median(text)
 
 
 def headline(measured: Interface) -> str:
     """One sentence: how far apart visual and text tokens are where they enter the LLM."""
-    if TEXT_IN not in measured.streams:
+    norms = measured.norms
+    if TEXT_IN not in norms:
         return (
             f"{measured.name}: no text enters the LLM beside the pictures, so their norms have nothing to compare with"
         )
-    visual = measured.streams.get(ENTERING + SINKLESS, measured.streams[ENTERING])
     table = ""
     if measured.factor is not None:
-        times = visual.median / measured.streams.get(TABLE_IN, measured.streams[TABLE]).mean
-        table = f"; {times:.3g} times the mean embedding as it enters"
-    without, with_sinks = ratio(measured, SINKLESS), ratio(measured)
+        visual, embedding = norms.get(ENTERING + SINKLESS, norms[ENTERING]), norms.get(TABLE_IN, norms[TABLE])
+        table = f"; {median(visual) / embedding.mean():.3g} times the mean embedding as it enters"
     return (
-        f"{measured.name}: visual tokens enter the LLM with {without:.3g} times the norm of text tokens "
-        f"(medians without sinks; with sinks {with_sinks:.3g}{table})"
+        f"{measured.name}: visual tokens enter the LLM with {ratio(measured, SINKLESS):.3g} times the norm of text "
+        f"tokens (medians without sinks; with sinks {ratio(measured):.3g}{table})"
     )
 
 
-def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:
+def encoder_norms(model: NamedModel, args: argparse.Namespace) -> np.ndarray:
     """Norms of an encoder's tokens over the samples."""
-    samples = inputs.choose(args)
 
-    def start() -> Callable[[Measurement, Sequence[inputs.PicturePrompt]], None]:
+    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
         encode = load_encoder(model, args)
-        return lambda state, some: state.add(FEATURES, VISUAL, 0, False, encode(some).float().norm(dim=-1))
+        return lambda part: {FEATURES: encode(part).float().norm(dim=-1).cpu().numpy()}
 
-    flags = ("vision_layer",)
-    measured = resumed(Measurement(), "encoder", model, samples, start, args, flags=flags, size=args.batch_size)
-    return measured.stream(FEATURES)
+    drawn, size = samples.choose(args), args.batch_size
+    parts = measure.batches("encoder", model, drawn, args, start, flags=("vision_layer",), size=size)
+    norms = {FEATURES: np.concatenate([values[FEATURES] for values in parts]).astype(np.float64)}
+    measure.refuse_nonfinite(model.name, norms)
+    return norms[FEATURES]
 
 
 def vocabulary_norms(path: str, module: str) -> np.ndarray:
@@ -176,40 +168,34 @@ def vocabulary_norms(path: str, module: str) -> np.ndarray:
     return np.concatenate([chunk.float().norm(dim=-1).double().numpy() for chunk in files.rows(names[0])])
 
 
-def stream_of(values: np.ndarray) -> Stream:
-    stream = Stream()
-    stream.add(values)
-    return stream
-
-
 def table_rows(measured: Interface) -> list[TableRow]:
     """A row per kind of token, with the paper's mean and standard deviation where it has them."""
     paper = paper_of(PAPER, NamedModel(measured.name, measured.path)) or {}
     rows = []
-    for what, stream in measured.streams.items():
+    for what, norms in measured.norms.items():
         mean, std = paper.get(what, (None, None))
         numbers = {name: value for name, value in (("mean", mean), ("std", std)) if value is not None}
-        rows.append(with_paper({"model": measured.name, "norms of": what} | stream.summary(), numbers))
+        rows.append(with_paper({"model": measured.name, "norms of": what} | measure.summary(norms), numbers))
     return rows
 
 
 def draw(args: argparse.Namespace, interfaces: list[Interface]) -> None:
     """A row per model, one above the other on a common logarithmic axis: how its tokens' norms are distributed."""
-    shown = [(what, s) for measured in interfaces for what, s in measured.streams.items() if what in COLOURS]
-    low = min(stream.percentile(1) for _, stream in shown) / 1.5
-    high = max(stream.percentile(99) for _, stream in shown) * 1.5
+    shown = [norms for measured in interfaces for what, norms in measured.norms.items() if what in COLOURS]
+    low = min(float(np.percentile(norms, 1)) for norms in shown) / 1.5
+    high = max(float(np.percentile(norms, 99)) for norms in shown) * 1.5
     edges = np.geomspace(max(low, high / 1e6), high, 120)
     size = (7.5, 1.75 * len(interfaces) + 1.2)
     with figure(args, len(interfaces), 1, figsize=size, sharex=True, squeeze=False) as (drawn, axes):
         for axis, measured in zip(axes[:, 0], interfaces, strict=True):
             for what, colour in COLOURS.items():
-                stream = measured.streams.get(what)
-                if stream is None or (what == TABLE and TABLE_IN in measured.streams):
+                norms = measured.norms.get(what)
+                if norms is None or (what == TABLE and TABLE_IN in measured.norms):
                     continue
-                share = 100 * stream.histogram(edges) / stream.count
+                share = 100 * np.histogram(norms, edges)[0] / len(norms)
                 outline = what == TEXT_IN
                 axis.stairs(share, edges, color=colour, fill=not outline, alpha=1 if outline else 0.55, label=what)
-                axis.axvline(stream.median, color=colour, linewidth=1.2, linestyle=":" if outline else "--")
+                axis.axvline(median(norms), color=colour, linewidth=1.2, linestyle=":" if outline else "--")
             axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(measured))
             axis.spines["left"].set_visible(False)
         axes[-1, 0].set_xlabel("L2 norm (dashed: median)")

@@ -6,29 +6,21 @@ Paper figure 4. A norm is taken of what enters each layer, and of what leaves th
 import argparse
 
 from llava.analysis import curves
-from llava.analysis.commands import Needs
-from llava.analysis.layer_statistics import Measurement
+from llava.analysis.measure import Measurement, mean, median
 from llava.analysis.output import TableRow
-
-NEEDS = Needs()
 
 
 def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> TableRow:
     """Norms at the LLM's input, in the middle and at its end."""
     last, row = measurement.layers, {}
     for name, layer in (("input", 0), (f"layer {last // 2}", last // 2), ("end", last)):
-        stream = measurement.stream("norm", group, layer, part)
-        row |= {f"{name} mean": stream.mean, f"{name} median": stream.median}
+        norms = measurement.of("norm", group, layer, part)
+        row |= {f"{name} mean": mean(norms), f"{name} median": median(norms)}
     return row
 
 
-VIEW = curves.View(
-    cells,
-    columns=("norm",),
-    panels={"norm": "L2 norm of the hidden state\n(median, middle half)"},
-    logarithmic=("norm",),
-    sinks=True,
-)
+PANELS = {"norm": "L2 norm of the hidden state\n(median, middle half)"}
+VIEW = curves.View(cells, columns=("norm",), panels=PANELS, logarithmic=("norm",), sinks=True)
 
 add_arguments = curves.add_arguments
 

@@ -1,6 +1,7 @@
-"""Gain and bias of the norm that ends the projector, over the checkpoints of a run, read from the files alone.
+"""Gain and bias of the projector's norm, over the checkpoints of a run, read from the files alone (paper table 5).
 
-Paper table 5.
+Of our checkpoints it is the norm that ends the projector. Of any other model every norm with a gain that its projector
+has gets a row, such as those of HunYuan-VL, Ernie 4.5 VL, Gemma 3n and Granite-Docling.
 """
 
 import argparse
@@ -10,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llava.analysis.commands import NORMED, Needs
-from llava.analysis.models import NamedModel, required_models
+from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.weights import WeightFiles
+from llava.families import PROJECTOR_NAMES
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.presentation import looks
 from llava.utils.progress import progress
@@ -21,8 +22,8 @@ from llava.utils.progress import progress
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NEEDS = Needs(NORMED, flags=())
-
+PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
+"""Names of modules between encoder and LLM; those that `families` does not know are read here alone."""
 PAPER_ROWS = (
     {"model": "paper, default init", "D": 3072, "gain L2": 53.2500, "gain mean |.|": 0.9609}
     | {"gain std |.|": 0.0005, "bias mean |.|": 0.0175},
@@ -34,7 +35,7 @@ PAPER_ROWS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--norm-name",
-        help="parameter prefix of the norm, such as model.mm_projector.3 (default: the projector's last vector gain)",
+        help="parameter prefix of the norm, such as model.mm_projector.3 (default: the norms of the projector)",
     )
 
 
@@ -47,16 +48,14 @@ def run(args: argparse.Namespace) -> None:
     rows, without = [], []
     folders = [(model, folder) for model in required_models(args.models) for folder in checkpoints(model.path)]
     for model, folder in progress(folders, "reading norms", "checkpoints", hidden=len(folders) < 5):
-        row = table_row(model, folder, args.norm_name)
-        if row is None:
-            without.append(folder)
-        else:
-            rows.append(row)
+        own = table_rows(model, folder, args.norm_name)
+        rows += own
+        without += [] if own else [folder]
     if without:
-        print(f"no norm after the projector, so no row: {', '.join(without)}")
+        print(f"no norm in the projector, so no row: {', '.join(without)}")
     if not rows:
         raise ValueError(
-            "none of the given models has a norm after its projector; if it has another name, give it by --norm-name"
+            "none of the given models has a norm in its projector; if it has another name, give it by --norm-name"
         )
     write_result(args, rows + list(PAPER_ROWS), {"without norm": without})
     draw(args, rows)
@@ -70,25 +69,28 @@ def checkpoints(path: str) -> list[str]:
     return [*folders, path] if has_weights or not folders else folders
 
 
-def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> TableRow | None:
-    """Table 5's numbers of one checkpoint, in fp64; None where its projector ends without a norm.
+def table_rows(model: NamedModel, folder: str, norm_name: str | None = None) -> list[TableRow]:
+    """Table 5's numbers of one checkpoint, in fp64, a row per norm; none where its projector has no norm.
 
     Raises:
         FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
         ValueError: `norm_name` is given and not there.
     """
     files = WeightFiles(folder)
-    prefix = norm_name or find_norm(files)
-    if prefix is None:
-        return None
-    if f"{prefix}.weight" not in files.names:
-        raise ValueError(f"--norm-name {prefix}: {folder} has no tensor {prefix}.weight")
+    if norm_name and f"{norm_name}.weight" not in files.names:
+        raise ValueError(f"--norm-name {norm_name}: {folder} has no tensor {norm_name}.weight")
+    prefixes = [norm_name] if norm_name else find_norms(files)
+    return [table_row(model, folder, files, prefix, several=len(prefixes) > 1) for prefix in prefixes]
+
+
+def table_row(model: NamedModel, folder: str, files: WeightFiles, prefix: str, several: bool) -> TableRow:
+    """The row of one norm; its name is the model's too where there are several."""
     gain = files.read(f"{prefix}.weight").double()
     bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
     config = _read_json(Path(folder, "config.json"))
     width = len(gain) if len(gain) > 1 else projector_width(files)
     return {
-        "model": model.name,
+        "model": f"{model.name}, {prefix}" if several else model.name,
         "step": step_of(folder),
         "D": width,
         "init": str(config.get("mm_projector_norm_init", "")),
@@ -103,16 +105,18 @@ def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> T
     }
 
 
-def find_norm(files: WeightFiles) -> str | None:
-    """The prefix of the norm that ends `mm_projector`: its last element, where that has a vector for a weight."""
-    elements = _elements(files)
-    return elements[-1] if elements and files.read(f"{elements[-1]}.weight").ndim == 1 else None
+def find_norms(files: WeightFiles) -> list[str]:
+    """The prefix of the norm that ends `mm_projector`; without an `mm_projector`, of every gain in the projector."""
+    if elements := _elements(files):
+        return elements[-1:] if len(files.shape(f"{elements[-1]}.weight")) == 1 else []
+    inside = [name for name in files.names if name.endswith(".weight") and PROJECTORS & set(name.split("."))]
+    return [name.removesuffix(".weight") for name in inside if len(files.shape(name)) == 1]
 
 
 def projector_width(files: WeightFiles) -> int | None:
     """D by the rows of the projector's last matrix, since an arm of one gain does not tell it; None without one."""
-    weights = (files.read(f"{element}.weight") for element in reversed(_elements(files)))
-    return next((len(weight) for weight in weights if weight.ndim == 2), None)
+    shapes = (files.shape(f"{element}.weight") for element in reversed(_elements(files)))
+    return next((shape[0] for shape in shapes if len(shape) == 2), None)
 
 
 def initial_gain(config: Mapping[str, Any], width: int | None) -> float | None:
@@ -144,14 +148,13 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Gain and bias over the optimizer steps, one colour per run; the gain's band is one standard deviation."""
     with figure(args, 1, 3, figsize=(11, 3.6)) as (drawn, axes):
         titles = ("gain, L2 norm", "gain, mean of |g| with std", "bias, mean of |b| with std")
-        for axis, title in zip(axes, titles, strict=True):
-            axis.set(title=title, xlabel="optimizer step")
-            axis.margins(x=0.1)
         names = list(dict.fromkeys(row["model"] for row in rows))
         for name, look in looks(names).items():
             points = sorted((row for row in rows if row["model"] == name), key=lambda row: row["step"] or 0)
             _draw_run(axes, name, look["color"], points)
-        for axis in axes:
+        for axis, title in zip(axes, titles, strict=True):
+            axis.set(title=title, xlabel="optimizer step")
+            axis.margins(x=0.1)
             axis.set_xlim(left=0)
         drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(names) + 1, 4))
 

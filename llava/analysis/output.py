@@ -4,11 +4,9 @@ import argparse
 import contextlib
 import csv
 import json
-import math
-import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llava.utils.digests import revision
@@ -33,60 +31,33 @@ def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
     return result
 
 
-def check(args: argparse.Namespace) -> None:
-    """Checks that results can be written to `--output-dir` and figures drawn; creates nothing.
-
-    Raises:
-        ValueError: the folder is a file, or it cannot be written to.
-        ImportError: Matplotlib is not installed.
-    """
-    import_pyplot()
-    folder = args.output_dir.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--output-dir {args.output_dir}: {there} is a file, expected a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {args.output_dir}: {there} cannot be written to")
-
-
 def write_result(
     args: argparse.Namespace, rows: Sequence[Row], details: object = None, name: str | None = None, show: bool = True
 ) -> None:
     """Prints `rows` (if `show`) and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
 
+    NaN and infinity, which JSON cannot hold and a CSV reader misreads, are written as nothing.
+
     Args:
-        args: the parsed command line; gives folder, models, data, seed and command.
         rows: the table; a column that only some rows have stays empty in the others. Values are numbers, text or None.
         details: what is too long for the table (curves, settings); goes to the JSON only.
         name: of the files; the command's where None.
     """
     name = name or args.command
-    origin = provenance(args)
-    columns = column_names(rows)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     if show:
         print(format_table(rows))
-    document = finite({"command": name, "provenance": origin, "rows": list(rows), "details": details})
+    document = {"command": name, "provenance": provenance(args), "rows": list(rows), "details": details}
+    document = json.loads(json.dumps(document), parse_constant=lambda constant: None)
     json_file, csv_file = args.output_dir / f"{name}.json", args.output_dir / f"{name}.csv"
-    json_file.write_text(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    json_file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     with open(csv_file, "w", newline="") as stream:
-        for key, value in origin.items():
+        for key, value in document["provenance"].items():
             stream.write(f"# {key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n")
-        writer = csv.DictWriter(stream, columns)
+        writer = csv.DictWriter(stream, column_names(rows))
         writer.writeheader()
-        writer.writerows(finite(list(rows)))
+        writer.writerows(document["rows"])
     print(f"written: {json_file}, {csv_file}")
-
-
-def finite(value: Any) -> Any:
-    """`value` with None in place of every NaN or infinity, which JSON cannot hold and a CSV reader misreads."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
@@ -114,18 +85,14 @@ def figure(
     Args:
         grid, options: of `matplotlib.pyplot.subplots`.
         name: of the files; the command's where None.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
     """
     pyplot = import_pyplot()
-    name = name or args.command
     with pyplot.rc_context(STYLE):
         drawn, axes = pyplot.subplots(*grid, **({"layout": "constrained"} | options))
         try:
             yield drawn, axes
             args.output_dir.mkdir(parents=True, exist_ok=True)
-            files = [args.output_dir / f"{name}.{kind}" for kind in ("png", "svg")]
+            files = [args.output_dir / f"{name or args.command}.{kind}" for kind in ("png", "svg")]
             drawn.savefig(files[0], metadata={"Software": None})
             drawn.savefig(files[1], metadata={"Date": None})
             print(f"written: {files[0]}, {files[1]}")

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from llava.analysis.encoder_rows import EncoderRows
-from llava.analysis.inputs import PicturePrompt
+from llava.analysis.samples import PicturePrompt
 from llava.analysis.seen_area import Area
 from llava.families import Parts, first_tensors, is_floating, output_rows
 
@@ -59,10 +58,9 @@ class Observation:
         hidden_states: L + 1 tensors [B, S, D]: what enters each decoder layer, and what leaves the last one before the
             final norm. The first is the LLM's input.
         vision_features: [N, E] tokens of the vision encoder; None where it did not run.
-        projector_input: [N, input width] as the projector got it (Ovis: the weights of visual words).
         projector_output: [N, D], before a model leaves out or adds tokens (LLaVA-NeXT's line ends).
         logits: [B, S, C].
-        outputs: everything that the model returned (attentions, cache).
+        outputs: everything that the model returned.
         left: what leaves a layer [B, S, D], by its index, where the model adds something before the next one enters
             (DeepStack's visual features); elsewhere the next state is what leaves.
         row_norms: [B, S] norm of the embedding matrix's row of each token; 0 where the id has none.
@@ -71,7 +69,6 @@ class Observation:
     groups: torch.Tensor
     hidden_states: list[torch.Tensor]
     vision_features: torch.Tensor | None
-    projector_input: torch.Tensor | None
     projector_output: torch.Tensor | None
     logits: torch.Tensor
     outputs: ModelOutput = field(repr=False)
@@ -99,7 +96,7 @@ class Probe:
     Args:
         name: in tables and figures.
         model: in eval mode.
-        parts: see `find_parts`; a plain LLM has only `embedding` and `layers`.
+        parts: see `find_parts`.
         prepare: makes a `Batch` of samples; None where the caller makes its own.
         special_ids: ids of the tokenizer's special tokens.
         token_text: the text of a token id.
@@ -116,18 +113,10 @@ class Probe:
         token_text: Callable[[int], str] = str,
         one_by_one: bool = False,
     ):
-        self.name, self.model, self.parts = name, model, parts
-        self._prepare = prepare
+        self.name, self.model, self.parts, self.one_by_one = name, model, parts, one_by_one
+        self._prepare, self.token_text = prepare, token_text
         self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
-        self.token_text = token_text
         self._pictures_enter = False  # whether a run has shown that visual positions hold what the projector gave
-        self._joins_patches: bool | None = None  # whether the encoder's tokens pass side by side; None before a run
-        self.attention_checked = False  # see `attention_watch.run`
-        self.one_by_one = one_by_one
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts.embedding.weight.device
 
     @property
     def embedding_weight(self) -> torch.Tensor:
@@ -135,13 +124,7 @@ class Probe:
         return self.parts.embedding.weight.detach()
 
     def prepare(self, samples: Sequence[PicturePrompt]) -> Batch:
-        """The batch of these samples.
-
-        Raises:
-            ValueError: the probe was made without `prepare`; or what that function raises.
-        """
-        if self._prepare is None:
-            raise ValueError(f"{self.name}: has no processor that makes inputs of pictures and prompts")
+        """The batch of these samples."""
         return self._prepare(samples)
 
     def batches(self, samples: Sequence[PicturePrompt]) -> Iterator[Batch]:
@@ -178,13 +161,12 @@ class Probe:
         if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
             self._check_visual_positions(seen, groups, rows)
             self._pictures_enter = True
-        if seen["features"]:
-            self._check_features(seen["features"][0])
+        for features in seen["features"]:
+            self._check_features(features)
         return Observation(
             groups,
             seen["states"],
             _rows(seen["features"]),
-            _rows(seen["projector_input"]),
             _rows(seen["projector_output"]),
             outputs.logits,
             outputs,
@@ -205,7 +187,6 @@ class Probe:
         seen: dict[str, list[Any]] = defaultdict(list)
         parts = self.parts
         handles = []
-        encoder = EncoderRows(parts.features.width) if parts.features and parts.features.width else None
 
         def enter(index: int) -> Callable:
             def hook(_: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -229,45 +210,33 @@ class Probe:
             return hook
 
         def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            given = first_tensors(args, kwargs)
-            if is_floating(given):  # Ovis also looks its picture markers up in the table
-                seen["projector_input"].append(output_rows(given))
+            if is_floating(first_tensors(args, kwargs)):  # Ovis also looks its picture markers up in the table
                 seen["projector_output"].append(output_rows(output))
 
         def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if is_floating(first_tensors(args, kwargs)):
-                seen["features"].append(self._tokens(parts.features.of(args, kwargs, output), encoder))
+                rows = parts.features.of(args, kwargs, output)
+                joined = parts.features.joins_patches and parts.features.may_join_patches(rows)
+                seen["features"].append(rows.reshape(-1, parts.features.width) if joined else rows)
 
         for index, layer in enumerate(parts.layers):
             handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
             handles.append(layer.register_forward_hook(leave(index)))
-        if parts.projector is not None:
-            handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
-            handles.append(parts.features.module.register_forward_hook(features, with_kwargs=True))
-        undecided = encoder is not None and self._joins_patches is None
+        handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
+        handles.append(parts.features.module.register_forward_hook(features, with_kwargs=True))
         try:
-            with encoder.watched() if undecided else contextlib.nullcontext():
-                yield seen
+            yield seen
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _tokens(self, rows: torch.Tensor, encoder: EncoderRows | None) -> torch.Tensor:
-        """Rows that passed at `parts.features`, as the encoder's tokens [N, E] where they are several side by side."""
-        if encoder is None or not self.parts.features.may_join_patches(rows):
-            self._joins_patches = False
-            return rows
-        if self._joins_patches is None:
-            self._joins_patches = encoder.hold(rows)
-        return rows.reshape(-1, encoder.width) if self._joins_patches else rows
 
     def _check_features(self, rows: torch.Tensor) -> None:
         features = self.parts.features
         if features.may_join_patches(rows):
             raise ValueError(
-                f"{self.name}: {type(features.module).__name__} takes rows of {rows.shape[-1]} numbers, which are not "
-                f"tokens of {features.width} numbers of the vision encoder side by side; name the module whose output "
-                "is the encoder's tokens by --vision-path"
+                f"{self.name}: {type(features.module).__name__} takes rows of {rows.shape[-1]} numbers, and tokens of "
+                f"the vision encoder have {features.width}; name the module whose output is the encoder's tokens by "
+                "--vision-path"
             )
 
     def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:

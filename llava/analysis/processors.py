@@ -1,20 +1,19 @@
 """Makes a transformers model's inputs of pictures and prompts by its saved processor, also without torchvision."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, AutoProcessor, PretrainedConfig
+from transformers import AutoProcessor, PretrainedConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
-from transformers.utils import cached_file, is_torchvision_available, logging
+from transformers.utils import cached_file, is_torchvision_available
 
-from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Batch
 from llava.analysis.remote_code import restore_removed_names
+from llava.analysis.samples import PicturePrompt
 from llava.analysis.seen_area import seen_area
 from llava.families import Family
 
@@ -23,47 +22,46 @@ PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece", "tiktoken")
 _VIDEO = "VideoProcessorMixin"  # what transformers calls the class of every video part
 
 
-def load_processor(path: str, config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
+def load_processor(path: str, config: PretrainedConfig | None = None, trust: bool = False, auto: Any = None) -> Any:
     """The processor saved with a model; where torchvision is missing, without its video part, which needs it.
 
+    torchvision is not required: PyPI has only its build for CUDA, which cannot be imported next to a CPU build of
+    PyTorch, and with it most processors would resize pictures to other pixels.
+
+    Args:
+        trust: its repository's code may run.
+        auto: the class of transformers that loads it; default `AutoProcessor`.
+
     Raises:
         ImportError: a package is missing; names it.
+        ValueError: the folder has no processor of pictures and text.
     """
-    if trust_remote_code:
+    if trust:
         restore_removed_names()
     try:
-        kind = None if is_torchvision_available() else _class_of(path, config)
+        kind = None if auto or is_torchvision_available() else _class_of(path, config)
         if kind is not None and "video_processor" in kind.get_attributes():
-            with _quiet():
-                return _pictures_only(kind).from_pretrained(path)
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+            processor = _pictures_only(kind).from_pretrained(path)
+        else:
+            processor = (auto or AutoProcessor).from_pretrained(path, trust_remote_code=trust)
     except (ImportError, ValueError) as error:
-        _name_missing_package(path, error)
+        missing = [name for name in PACKAGES if name in str(error).lower() and find_spec(name) is None]
+        if missing:
+            fits = f" (the build that fits PyTorch {torch.__version__})" if "torchvision" in missing else ""
+            needs = f"--model {path}: its processor needs {', '.join(missing)}; install it{fits}"
+            raise ImportError(needs) from error
         raise
+    if auto is None and not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"--model {path}: no processor of pictures and text is saved with it (preprocessor_config.json), found a "
+            f"{type(processor).__name__}"
+        )
+    if auto is None and not getattr(processor, "chat_template", None):
+        processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
+    return processor
 
 
-def load_remote_image_processor(path: str) -> Any:
-    """The image processor of an encoder whose repository has its code.
-
-    Raises:
-        ImportError: a package is missing; names it.
-    """
-    restore_removed_names()
-    try:
-        return AutoImageProcessor.from_pretrained(path, trust_remote_code=True)
-    except (ImportError, ValueError) as error:
-        _name_missing_package(path, error)
-        raise
-
-
-def _name_missing_package(path: str, error: Exception) -> None:
-    missing = [name for name in PACKAGES if name in str(error).lower() and find_spec(name) is None]
-    if missing:
-        fits = f" (the build that fits PyTorch {torch.__version__})" if "torchvision" in missing else ""
-        raise ImportError(f"--model {path}: its processor needs {', '.join(missing)}; install it{fits}") from error
-
-
-def _class_of(path: str, config: PretrainedConfig) -> type | None:
+def _class_of(path: str, config: PretrainedConfig | None) -> type | None:
     """The class that the saved files name, or transformers for the model; None where neither does."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if named := _saved(path, name).get("processor_class"):
@@ -106,16 +104,6 @@ def _pictures_only(kind: type) -> type:
     return PicturesOnly
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
 def library_inputs(
     processor: Any, device: torch.device, dtype: torch.dtype | None = None, family: Family | None = None
 ) -> Callable[[Sequence[PicturePrompt]], Batch]:
@@ -146,17 +134,12 @@ def library_inputs(
         # A family without a chat template has a processor that wants a picture.
         make = processor if pictures or not family.prompt else processor.tokenizer
         inputs = make(text=texts, **options)
-        inputs = {k: _placed(v, device, dtype) for k, v in inputs.items() if k != "labels"}
+        inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items() if k != "labels"}
+        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
         areas = [seen_area(processor.image_processor, picture.size) for picture in pictures]
         return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool(), areas)
 
     return prepare
-
-
-def _placed(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to(device, dtype if value.is_floating_point() else None)
 
 
 def chat(sample: PicturePrompt) -> list[dict[str, Any]]:

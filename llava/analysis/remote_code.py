@@ -28,23 +28,21 @@ REMOVED = {
 
 
 def restore_removed_names() -> None:
-    """Puts `REMOVED` back where it is missing, for the rest of the process; no question of trust is asked any more."""
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = (
-        0  # such code loads its tokenizer itself; --trust-remote-code has said yes
-    )
+    """Puts `REMOVED` back where it is missing, for the rest of the process, and disables the trust prompt."""
+    # Such code loads its tokenizer itself; --trust-remote-code has said yes.
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     for owner, names in REMOVED.items():
         for name, value in names.items():
             if not hasattr(owner, name):
                 setattr(owner, name, value)
 
 
-def load_remote(path: str, auto_class: Any, device: str, dtype: str, **options: Any) -> PreTrainedModel:
+def load_remote(path: str, auto_class: Any, device: str, dtype: str) -> PreTrainedModel:
     """The model in `path`, in eval mode, built by its repository's code.
 
     Args:
         auto_class: of transformers, by whose name the config's `auto_map` names the model's class.
         dtype: a name of torch's, or `auto` for the config's.
-        options: of `_from_config`, such as `attn_implementation`.
 
     Raises:
         ValueError: a weight is in no file, or has another shape there.
@@ -55,8 +53,9 @@ def load_remote(path: str, auto_class: Any, device: str, dtype: str, **options: 
     # Not AutoConfig's, which imports the same files a second time as other classes.
     config = kind.config_class.from_pretrained(path)
     precision = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    if isinstance(inspect.getattr_static(kind, "_supports_sdpa", None), property):  # asks a part that is not built yet
-        options = {"attn_implementation": "eager"} | options
+    # The property asks a part that is not built yet.
+    asks = isinstance(inspect.getattr_static(kind, "_supports_sdpa", None), property)
+    options = {"attn_implementation": "eager"} if asks else {}
     with no_init_weights():
         model = kind._from_config(config, dtype=precision, **options)
     for module in model.modules():

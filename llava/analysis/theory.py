@@ -1,7 +1,7 @@
 """How far the paper's theory (sections 3 and B) holds in a model: its assumptions and predictions, layer by layer.
 
 The update is measured as the theory defines it: between what enters a layer and what leaves it. Attention sinks
-(see `layer_statistics`) are counted and left out; the table also has the values with them.
+(see `measure`) are counted and left out; the table also has the values with them.
 
 Shapes: N tokens of one modality, D LLM hidden size.
 """
@@ -14,38 +14,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from llava.analysis import inputs, loading, resume
-from llava.analysis.commands import Needs
-from llava.analysis.inputs import PicturePrompt, Samples
-from llava.analysis.layer_statistics import sink_mask
-from llava.analysis.models import NamedModel, required_models
+from llava.analysis import measure, models, samples
+from llava.analysis.commands import NamedModel, required_models
+from llava.analysis.measure import Values, batches, refuse_nonfinite, sink_mask
 from llava.analysis.output import TableRow, figure, write_result
-from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
-from llava.analysis.probe import VISUAL as VISUAL_GROUP
-from llava.analysis.resume import resumed
-from llava.analysis.statistics import Stream
+from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
-NEEDS = Needs()
-
 RESULT = "theory-model"
-MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
-QUANTITIES = ("norm", "C", "phi", "w")
+MODALITIES = {"visual": (VISUAL,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 PARTS = WITHOUT_SINKS, WITH_SINKS = "without sinks", "with sinks"
+QUANTITIES = ("|h|", "C", "phi", "w", "w predicted", "error")
 # Means over pairs of a visual and a text token of one sample.
 PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    loading.add_arguments(parser)
-    inputs.add_arguments(parser, samples=40)
-    resume.add_arguments(parser)
+    measure.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes each assumption's measure per model, every layer's numbers (in the JSON) and the figure."""
-    samples = inputs.choose(args)
-    measured = {model.name: measure_assumptions(model, samples, args) for model in required_models(args.models)}
+    drawn = samples.choose(args)
+    measured = {model.name: measure_assumptions(model, drawn, args) for model in required_models(args.models)}
     summaries = [line for rows in measured.values() for line in summary(rows)]
     write_result(args, summaries, [row for rows in measured.values() for row in rows], name=RESULT)
     draw(args, measured)
@@ -65,113 +56,95 @@ def angular_velocity(norm: np.ndarray | float, update: float, phi: float) -> np.
     return np.arctan2(update * np.sin(phi), norm + update * np.cos(phi))
 
 
-class LayerTally:
-    """One layer's streams: |h|, C, phi and w per modality, the prediction of w, and what Theorem 1 says of pairs."""
+def layer_values(states: torch.Tensor, after: torch.Tensor, members: dict[str, torch.Tensor]) -> Values:
+    """One layer of one sample: per modality the values [6, N] of `QUANTITIES` and the sum of its tokens' rotations [D];
+    and `PAIRS` [4], what Theorem 1 says of pairs.
 
-    def __init__(self) -> None:
-        names = (*QUANTITIES, "w predicted", "error")
-        self.streams = {name: {quantity: Stream() for quantity in names} for name in MODALITIES}
-        self.sinks = dict.fromkeys(MODALITIES, 0)
-        self.turns: dict[str, torch.Tensor] = {}
-        self.pairs = {name: Stream() for name in PAIRS}
+    Args:
+        states, after: what enters the layer and what leaves it [S, D].
+        members: the tokens of each modality [S].
+    """
+    states, after = states.double().cpu(), after.double().cpu()
+    norms = states.norm(dim=-1)
+    update, units = after - states, states / norms[:, None]
+    along = (update * units).sum(dim=-1)
+    across = update - along[:, None] * units
+    length, turn = update.norm(dim=-1), across.norm(dim=-1)
+    turns = across / turn.clamp(min=1e-30)[:, None]
+    phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
+    # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
+    keep = members["visual"] | members["text"]
+    shared = length[keep].mean().item(), phi[keep].mean().item()
+    predicted = torch.from_numpy(angular_velocity(norms.numpy(), *shared))
+    values = torch.stack([norms, length, phi, w, predicted, (predicted - w).abs()])
+    result = {name: values[:, inside].numpy() for name, inside in members.items()}
+    result |= {f"{name} turns": turns[inside].sum(dim=0).numpy() for name, inside in members.items()}
 
-    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor, sinks: torch.Tensor) -> None:
-        """Adds one sample: what enters the layer and the next one [S, D], groups, and which tokens are sinks [S]."""
-        states, after = states.double().cpu(), after.double().cpu()
-        norms = states.norm(dim=-1)
-        members = self._members(groups, sinks)
-        update, units = after - states, states / norms[:, None]
-        along = (update * units).sum(dim=-1)
-        across = update - along[:, None] * units
-        length, turn = update.norm(dim=-1), across.norm(dim=-1)
-        turns = across / turn.clamp(min=1e-30)[:, None]
-        phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
-        # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
-        keep = members["visual"] | members["text"]
-        shared = length[keep].mean().item(), phi[keep].mean().item()
-        for name, inside in members.items():
-            streams = self.streams[name]
-            predicted = torch.from_numpy(angular_velocity(norms[inside].numpy(), *shared))
-            values = (norms[inside], length[inside], phi[inside], w[inside], predicted, (predicted - w[inside]).abs())
-            for stream, value in zip(streams.values(), values, strict=True):
-                stream.add(value)
-            self.turns[name] = self.turns.get(name, 0) + turns[inside].sum(dim=0)
-        # Means over all pairs of a visual and a text token are products of the modalities' means.
-        visual, text = members["visual"], members["text"]
+    # Means over all pairs of a visual and a text token are products of the modalities' means.
+    def pairs(vectors: torch.Tensor) -> float:
+        return (vectors[members["visual"]].mean(dim=0) @ vectors[members["text"]].mean(dim=0)).item()
 
-        def pairs(vectors: torch.Tensor) -> float:
-            return (vectors[visual].mean(dim=0) @ vectors[text].mean(dim=0)).item()
-
-        before = pairs(units)
-        rho = (w[visual].cos().mean() * w[text].cos().mean()).item()
-        means = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
-        for stream, value in zip(self.pairs.values(), means, strict=True):
-            stream.add(value)
-
-    def _members(self, groups: torch.Tensor, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
-        # The tokens of each modality [S] without its sinks, which are counted.
-        members = {}
-        for name, ids in MODALITIES.items():
-            inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))
-            members[name] = inside & ~sinks
-            self.sinks[name] += int((inside & sinks).sum())
-            if not members[name].any():
-                raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
-        return members
-
-    def row(self) -> dict[str, float]:
-        """The layer's numbers; angles in degrees."""
-        row: dict[str, float] = {}
-        for name in MODALITIES:
-            streams = self.streams[name]
-            row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
-            for quantity in ("phi", "w", "w predicted", "error"):
-                row[f"{name} {quantity}"] = math.degrees(streams[quantity].mean)
-            row[f"{name} phi std"] = math.degrees(streams["phi"].std)
-            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean
-            count = streams["w"].count
-            row[f"{name} drift"] = self.turns[name].norm().item() / count
-            row[f"{name} drift if symmetric"] = 1 / math.sqrt(count)
-            row[f"{name} sinks"] = self.sinks[name]
-        return row | {name: stream.mean for name, stream in self.pairs.items()}
+    before, rho = pairs(units), (w[members["visual"]].cos().mean() * w[members["text"]].cos().mean()).item()
+    between = pairs(after / after.norm(dim=-1, keepdim=True))
+    return result | {"pairs": np.array([before, rho * before, between, pairs(turns)])}
 
 
-class Tallies:
-    """Every layer's tally, without sinks and with them (a `resume.State`)."""
+def measure_assumptions(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`rows_of` all samples."""
 
-    def __init__(self) -> None:
-        self.done = 0
-        self.kinds = [LayerTally, Stream]
-        self.parts: dict[str, list[LayerTally]] = {part: [] for part in PARTS}
+    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
+        probe = models.load(named, args)
+        return lambda part: sample_values(probe, part[0])
 
-    @torch.no_grad()
-    def add(self, probe: Probe, sample: PicturePrompt) -> None:
-        """Runs one sample through the model."""
-        seen = probe.run(probe.prepare([sample]))
-        groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
-        for part, tallies in self.parts.items():
-            tallies += [LayerTally() for _ in probe.parts.layers[len(tallies) :]]
-            left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
-            for tally, (states, after) in zip(tallies, seen.steps(), strict=True):
-                tally.add(states[0], after[0], groups, left_out)
-
-    def rows(self, model: str) -> list[dict[str, Any]]:
-        """Two rows per layer: without attention sinks, and with them."""
-        return [
-            {"model": model, "layer": index, "tokens": part} | tally.row()
-            for part, tallies in self.parts.items()
-            for index, tally in enumerate(tallies)
-        ]
+    return rows_of(named.name, batches("theory", named, drawn, args, start))
 
 
-def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`Tallies.rows` over all samples, continuing from what `--output-dir` has."""
+@torch.no_grad()
+def sample_values(probe: Probe, sample: samples.PicturePrompt) -> Values:
+    """The values of every layer, without sinks and with them, and how many sinks there are.
 
-    def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
-        probe = loading.load_with_vision(named, args)
-        return lambda state, some: [state.add(probe, sample) for sample in some]
+    Raises:
+        ValueError: all tokens of a modality are sinks, or there are none; a value is NaN or infinite.
+    """
+    seen, values = probe.run(probe.prepare([sample])), {}
+    groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
+    inside = {name: torch.isin(groups, torch.tensor(ids, dtype=groups.dtype)) for name, ids in MODALITIES.items()}
+    for name, tokens in inside.items():
+        if not (tokens & ~sinks).any():
+            raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
+        values[f"{name} sinks"] = np.array([int((tokens & sinks).sum())])
+    for part in PARTS:
+        members = {name: tokens & ~sinks if part == WITHOUT_SINKS else tokens for name, tokens in inside.items()}
+        layers = [layer_values(states[0], after[0], members) for states, after in seen.steps()]
+        values |= {f"{part} {name}": np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    refuse_nonfinite(probe.name, values)
+    return values
 
-    return resumed(Tallies(), "theory", named, samples, start, args).rows(named.name)
+
+def rows_of(model: str, measured: list[Values]) -> list[dict[str, Any]]:
+    """Two rows per layer over all samples: without attention sinks, and with them."""
+    return [
+        {"model": model, "layer": layer, "tokens": part} | layer_row(measured, part, layer)
+        for part in PARTS
+        for layer in range(len(measured[0][f"{part} pairs"]))
+    ]
+
+
+def layer_row(parts: list[Values], part: str, layer: int) -> dict[str, float]:
+    """One layer's numbers over all samples; angles in degrees."""
+    row: dict[str, float] = {}
+    for name in MODALITIES:
+        values = np.concatenate([sample[f"{part} {name}"][layer] for sample in parts], axis=1)
+        turns = sum(sample[f"{part} {name} turns"][layer] for sample in parts)
+        values[2:] = np.degrees(values[2:])
+        row |= dict(zip((f"{name} {quantity}" for quantity in QUANTITIES), values.mean(axis=1).tolist(), strict=True))
+        row[f"{name} phi std"] = float(values[2].std())
+        row[f"{name} C spread"] = float(values[1].std() / values[1].mean())
+        row[f"{name} drift"] = float(np.linalg.norm(turns)) / values.shape[1]
+        row[f"{name} drift if symmetric"] = 1 / math.sqrt(values.shape[1])
+        row[f"{name} sinks"] = sum(int(sample[f"{name} sinks"][0]) for sample in parts) if part == WITHOUT_SINKS else 0
+    pairs = np.mean([sample[f"{part} pairs"][layer] for sample in parts], axis=0)
+    return row | dict(zip(PAIRS, pairs.tolist(), strict=True))
 
 
 def summary(rows: list[dict[str, Any]]) -> list[TableRow]:

@@ -10,11 +10,8 @@ import argparse
 import numpy as np
 
 from llava.analysis import curves
-from llava.analysis.commands import Needs
-from llava.analysis.layer_statistics import Measurement
+from llava.analysis.measure import Measurement
 from llava.analysis.output import TableRow
-
-NEEDS = Needs()
 
 
 def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> TableRow:

@@ -1,9 +1,11 @@
 """Reads single tensors from a checkpoint's files, without building a model or loading the other tensors."""
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -65,20 +67,27 @@ class WeightFiles:
         """The whole tensor in its stored dtype."""
         return torch.cat(list(self.rows(name, None)))
 
+    def shape(self, name: str) -> list[int]:
+        """The tensor's shape, of a safetensors file by its header."""
+        with self._open(name) as tensor:
+            return list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
+
     def rows(self, name: str, chunk_rows: int | None = 16384) -> Iterator[torch.Tensor]:
         """The tensor in its stored dtype, `chunk_rows` of its first dimension at a time (None: in one piece)."""
-        file_name = self._file_of[name]
-        file = self._locate(file_name)
-        if file_name.endswith(".bin"):
-            tensor = self._pickle(file_name)[name]
-            yield from tensor.split(chunk_rows or max(len(tensor), 1))
-            return
-        with safe_open(file, framework="pt") as opened:
-            piece = opened.get_slice(name)
-            length = piece.get_shape()[0]
-            step = chunk_rows or max(length, 1)
+        length = self.shape(name)[0]
+        step = chunk_rows or max(length, 1)
+        with self._open(name) as tensor:
             for start in range(0, length, step):
-                yield piece[start : start + step]
+                yield tensor[start : start + step]
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        """A tensor, or what reads parts of it from a safetensors file."""
+        if self._file_of[name].endswith(".bin"):
+            yield self._pickle(self._file_of[name])[name]
+        else:
+            with safe_open(self._locate(self._file_of[name]), framework="pt") as opened:
+                yield opened.get_slice(name)
 
     def embedding_rows(self, name: str) -> Iterator[torch.Tensor]:
         """`rows` of a text embedding matrix, also where it is stored in two tensors."""
@@ -102,12 +111,9 @@ class WeightFiles:
                     f"--embedding-name {requested}: no such tensor in {self.path}; it has {self._sample()}"
                 )
             return requested
-        names = [
-            name
-            for name in self._file_of
-            if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))
-            and not any(part.startswith(_VISION) for part in name.split("."))
-        ]
+        words = {name: f".{name}".split(".") for name in self._file_of}
+        names = [name for name in words if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))]
+        names = [name for name in names if not any(word.startswith(_VISION) for word in words[name])]
         if not names and self._ties_embeddings():
             names = [name for name in self._file_of if f".{name}".endswith(".lm_head.weight")]
         if len(names) != 1:
@@ -159,11 +165,8 @@ class WeightFiles:
     def _nothing_found(self) -> str:
         folder = Path(self.path)
         expected = f"expected {', '.join((*MODEL_FILES, *PROJECTOR_FILES))} (or shards with an index)"
-        if any(folder.glob("global_step*")):
-            return (
-                f"{self.path}: holds only DeepSpeed's partitioned state ({next(folder.glob('global_step*')).name}); "
-                f"{expected}. Gather it first: python {folder / 'zero_to_fp32.py'} {folder} {folder}"
-            )
-        if folder.is_dir():
-            return f"{self.path}: no weights there; {expected}"
-        return f"{self.path}: no such folder, and no hub model that could be reached; {expected}"
+        if state := next(folder.glob("global_step*"), None):
+            remedy = f"Gather it first: python {folder / 'zero_to_fp32.py'} {folder} {folder}"
+            return f"{self.path}: holds only DeepSpeed's partitioned state ({state.name}); {expected}. {remedy}"
+        where = "no weights there" if folder.is_dir() else "no such folder, and no hub model that could be reached"
+        return f"{self.path}: {where}; {expected}"

@@ -244,7 +244,11 @@ def answers_under(
 @contextlib.contextmanager
 def reordered(model: Any) -> Iterator[None]:
     """Reorders the projector's tokens of every picture within the block, the same way for all pictures and models."""
-    from llava.analysis.interventions import shuffled
+    import torch
+
+    def shuffled(tokens: Any) -> Any:
+        order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
+        return tokens[..., order.to(tokens.device), :]
 
     handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))
     try:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llava.analysis.models import NamedModel
+from llava.analysis.commands import NamedModel
 from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_flags

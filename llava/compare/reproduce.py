@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.analysis.all import command_line, run_all
-from llava.analysis.commands import PACKAGE
-from llava.analysis.models import NamedModel, named_model
+from llava.analysis.commands import COMMANDS, NamedModel, named_model
 from llava.compare import trained_inputs
 from llava.compare.engine import at_work, refuse_ignored
 from llava.compare.paper import ARMS
@@ -29,7 +28,7 @@ from llava.eval.harness import token_fault
 from llava.eval.results import RESULTS_FILE
 from llava.eval.tasks import choose
 from llava.launch.recipe import STAGES
-from llava.utils.commands import module_of, whole
+from llava.utils.commands import whole
 from llava.utils.files import write_text
 from llava.utils.machine import machine
 from llava.utils.presentation import format_table
@@ -95,7 +94,7 @@ class Item:
     @property
     def on_samples(self) -> bool:
         """Whether its commands run models on samples."""
-        return any(module_of(PACKAGE, command).NEEDS.flags for command in self.commands)
+        return any(COMMANDS[command].flags for command in self.commands)
 
     @property
     def notes(self) -> list[str]:

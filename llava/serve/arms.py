@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from llava.analysis.attention_figures import overlaid
+from llava.analysis.attention import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from llava.analysis.attention import attention_of
-from llava.analysis.layer_statistics import TEXT_GROUPS
-from llava.analysis.loading import our_batch, special_ids
+from llava.analysis.measure import TEXT_GROUPS
+from llava.analysis.models import our_batch, special_ids
 from llava.analysis.probe import VISUAL, Probe
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant
@@ -64,4 +64,5 @@ def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], pic
     norms, groups = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), seen.groups[0].cpu()
     is_text = torch.isin(groups, torch.tensor(TEXT_GROUPS, dtype=groups.dtype))
     visual_norm, text_norm = norms[groups == VISUAL].median().item(), norms[is_text].median().item()
-    return Look(attention.maps.get("mean"), visual_norm, text_norm, attention.no_map, attention.area)
+    heatmap = attention["map"] if attention["map"].size else None
+    return Look(heatmap, visual_norm, text_norm, str(attention["no map"]), tuple(attention["area"].tolist()))

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llava.analysis.inputs import PLAYGROUND
+from llava.analysis.samples import PLAYGROUND
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.model.decoding import chat_temperature, sampling_options
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question, without_open_question

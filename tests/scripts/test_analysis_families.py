@@ -17,10 +17,10 @@ from vision_language_models import IMAGE, batch_of, ids_for
 
 from llava.analysis import attention, interface_norms
 from llava.analysis.__main__ import main
-from llava.analysis.inputs import PicturePrompt
+from llava.analysis.attention import NoMap, picture_grid
 from llava.analysis.probe import Probe
 from llava.analysis.processors import library_inputs, load_processor
-from llava.analysis.visual_grid import NoMap, picture_map
+from llava.analysis.samples import PicturePrompt
 from llava.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 
 PROMPT = "What is it?"
@@ -200,12 +200,11 @@ def cells_of(area, size, grid) -> dict[tuple[int, int], tuple[int, ...]]:
     return cells
 
 
-def assert_lit(place, changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
+def assert_lit(changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
     """Each marked cell must be the brightest of the map of how much every token changed, for its usual change."""
     usual = torch.stack(list(changes.values())).mean(dim=0)
     for cell, change in changes.items():
-        heat = place(change / usual)
-        assert heat.shape == grid
+        heat = (change / usual).view(grid)
         assert divmod(int(heat.argmax()), grid[1]) == cell
 
 
@@ -228,7 +227,7 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
     batch, groups, before = entering(plain)
     if isinstance(grid, str):
         with pytest.raises(NoMap, match=f"{name}.*{grid}"):
-            picture_map(model, batch, groups)
+            picture_grid(model, batch, len(before))
         return
     changes = {}
     for cell, (left, top, right, bottom) in cells_of(batch.areas[0], size, grid).items():
@@ -236,7 +235,8 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
         marked[top:bottom, left:right] = torch.tensor([255.0, 0, 0])
         changes[cell] = (entering(marked)[2] - before).norm(dim=-1)
     assert len(changes) >= 4
-    assert_lit(picture_map(model, batch, groups), changes, grid)
+    assert picture_grid(model, batch, len(before)) == grid
+    assert_lit(changes, grid)
 
 
 # Of the processors that need torchvision: the picture's part of the inputs, and rows and columns of tokens.
@@ -278,7 +278,8 @@ def test_a_marked_place_of_the_inputs_lights_its_cell(name):
         if not is_picture:  # a list of patches
             is_marked = is_marked.view(plain.shape[:-1] + (1,) if plain.ndim == 3 else (-1, 1, 1, 1))
         changes[cell] = sum((entering(plain + noise * is_marked)[2] - before).norm(dim=-1) for noise in draws)
-    assert_lit(picture_map(model, batch, groups), changes, grid)
+    assert picture_grid(model, batch, len(before)) == grid
+    assert_lit(changes, grid)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llava.analysis.__main__ import main
+from llava.analysis.commands import NamedModel
 from llava.analysis.embedding_norms import PAPER_NORMS, paper_of, read_embedding_norms
-from llava.analysis.models import NamedModel
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES, end_with_norm, projector_norm
@@ -168,7 +168,30 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
         assert row["gain mean |.|"] == pytest.approx(2 * step) and row["gain std |.|"] == pytest.approx(step)
         assert (row["bias mean |.|"], row["bias std |.|"]) == (0.5, 0)
     assert [row["gain L2"] for row in paper] == [53.25, 2.2812]
-    assert f"no norm after the projector, so no row: {tmp_path / 'plain'}" in capsys.readouterr().out
+    assert f"no norm in the projector, so no row: {tmp_path / 'plain'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "names, others",
+    [
+        (
+            ["vit.perceive.before_rms", "vit.perceive.after_rms"],
+            ["vit.perceive.proj.0", "vit.layers.0.input_layernorm"],
+        ),
+        (["resampler_model.spatial_linear.3", "resampler_model.after_norm"], ["resampler_model.mlp", "norm"]),
+        (["model.embed_vision.soft_embedding_norm"], ["model.embed_audio.soft_embedding_norm"]),
+        (["model.connector.layer_norm"], ["model.text_model.norm"]),
+    ],
+)
+def test_every_gain_of_another_models_projector_has_a_row(tmp_path, names, others):
+    gains = {name: torch.linspace(0.5, index + 1, 8) for index, name in enumerate(names)}
+    tensors = {f"{name}.weight": gain for name, gain in gains.items()}
+    tensors |= {f"{name}.weight": torch.ones(8, 8) if "norm" not in name else torch.ones(8) for name in others}
+    path = save(tmp_path / "m", tensors | {"model.connector.proj.bias": torch.ones(8)})
+    rows = run(tmp_path / "out", "norm-params", "--model", f"x={path}")["rows"][: len(names)]
+    expected = {f"x, {name}" if len(names) > 1 else "x": gain.norm().item() for name, gain in gains.items()}
+    assert {row["model"]: row["gain L2"] for row in rows} == pytest.approx(expected)
+    assert [row["D"] for row in rows] == [8] * len(names)
 
 
 def test_a_bfloat16_gain_is_summed_in_double_precision(tmp_path):

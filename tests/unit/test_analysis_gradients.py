@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from analysis_commands import arguments, run
-from anyres_data import ANYRES, write_shapes
-from safetensors.torch import load_file, save_file
 from tiny_models import VISION_SIZES
 from torch.nn import functional as F
 from vision_language_models import our_checkpoint
 
-from llava.analysis import gradients, inputs, loading
+from llava.analysis import gradients
+from llava.analysis import models as loading
+from llava.analysis.commands import NamedModel
 from llava.analysis.gradients import ARMS, BEFORE, FEATURES, INPUT
-from llava.analysis.models import NamedModel
+from llava.analysis.samples import choose
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -23,10 +23,10 @@ from llava.model.multimodal_encoder.towers import TOWERS
 def setting(tiny, path):
     args = arguments("gradients", "--data", tiny / "data/finetune.json", "--samples", 3)
     args.output_dir = Path(path).parent / "out"
-    return NamedModel("m", path), inputs.choose(args), args
+    return NamedModel("m", path), choose(args), args
 
 
-def by_hand(named, samples, args, gain, bias, tokens=slice(None)):
+def by_hand(named, samples, args, gain, bias):
     """Norms of the loss's gradients at LLM input, norm input and features, each a leaf of a graph of its own."""
     tokenizer, model, image_processor = loading.load_ours(named, args)
     batch, labels_of = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
@@ -53,7 +53,7 @@ def by_hand(named, samples, args, gain, bias, tokens=slice(None)):
         count += int((targets != IGNORE_INDEX).sum())
     (loss / count).backward()
     points = ((INPUT, visual), (BEFORE, projected), (FEATURES, features))
-    return {point: tensor.grad.flatten(0, 1)[tokens].norm().item() for point, tensor in points}
+    return {point: tensor.grad.norm().item() for point, tensor in points}
 
 
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
@@ -66,15 +66,13 @@ def test_each_arms_gradients_equal_those_of_the_parts_by_hand(tiny, tmp_path, no
     plain = by_hand(named, samples, args, None, None)
     layernorm = by_hand(named, samples, args, gain, bias)
     for point in (INPUT, BEFORE, FEATURES):
-        assert arms["none"].norms[point] == pytest.approx(plain[point], rel=1e-4)
-        assert arms["layernorm"].norms[point] == pytest.approx(layernorm[point], rel=1e-4)
+        assert arms["none"][point] == pytest.approx(plain[point], rel=1e-4)
+        assert arms["layernorm"][point] == pytest.approx(layernorm[point], rel=1e-4)
     # Compensation divides everything below the norm by the mean gain (paper eq. 26), and nothing above it.
-    assert arms["gwc_layernorm"].norms[INPUT] == pytest.approx(arms["layernorm"].norms[INPUT], rel=1e-6)
-    for point in list(arms["none"].norms)[1:]:
-        assert arms["gwc_layernorm"].norms[point] == pytest.approx(
-            arms["layernorm"].norms[point] / gain[0].item(), rel=1e-4
-        )
-    assert list(arms["none"].norms)[3:] == ["tower layer 1", "tower layer 0"]
+    assert arms["gwc_layernorm"][INPUT] == pytest.approx(arms["layernorm"][INPUT], rel=1e-6)
+    for point in list(arms["none"])[1:]:
+        assert arms["gwc_layernorm"][point] == pytest.approx(arms["layernorm"][point] / gain[0].item(), rel=1e-4)
+    assert list(arms["none"])[3:] == ["tower layer 1", "tower layer 0"]
 
 
 def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
@@ -87,84 +85,8 @@ def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
     model.save_pretrained(path)
     arms = gradients.measure_gradients(named, samples, args)
     expected = by_hand(named, samples, args, torch.linspace(0.5, 2, 32), torch.full((32,), 0.1))
-    assert arms["layernorm"].norms[BEFORE] == pytest.approx(expected[BEFORE], rel=1e-4)
-    assert arms["gwc_layernorm"].norms[BEFORE] == pytest.approx(expected[BEFORE] / 1.25, rel=1e-4)
-
-
-def test_above_the_tower_gradients_are_also_measured_without_sinks(tiny, tmp_path, monkeypatch):
-    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
-    sinks = torch.zeros(3 * 4, dtype=torch.bool)
-    sinks[[1, 7]] = True
-    monkeypatch.setattr(gradients, "visual_sinks", lambda model, batch: sinks)
-    arms = gradients.measure_gradients(named, samples, args)
-    expected = by_hand(named, samples, args, None, None, ~sinks)
-    assert arms["none"].without_sinks == pytest.approx(expected, rel=1e-4)
-    assert all(arm.sinks == 2 and arm.without_sinks[BEFORE] < arm.norms[BEFORE] for arm in arms.values())
-
-
-def test_a_visual_token_of_large_norm_is_a_sink(tiny, tmp_path):
-    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
-    tokenizer, model, image_processor = loading.load_ours(named, args)
-    batch, _ = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
-    assert not gradients.visual_sinks(model, batch).any()
-
-    def enlarge(module, args, output):
-        output = output.clone()
-        output[1, 2] *= 1000
-        return output
-
-    model.model.mm_projector.register_forward_hook(enlarge)
-    assert gradients.visual_sinks(model, batch).nonzero().flatten().tolist() == [4 + 2]
-
-
-def in_crops(tiny, tmp_path, aspect_ratio):
-    """The setting of a checkpoint that cuts pictures of several shapes into crops, and its model and batch."""
-    path = our_checkpoint(tiny, tmp_path / "m")
-    rules = {name: value for name, value in ANYRES.items() if name != "image_aspect_ratio"}
-    config = json.loads((tmp_path / "m/config.json").read_text()) | rules | {"image_aspect_ratio": aspect_ratio}
-    (tmp_path / "m/config.json").write_text(json.dumps(config))
-    weights = load_file(tmp_path / "m/model.safetensors")
-    save_file(weights | {"model.image_newline": torch.randn(config["hidden_size"])}, tmp_path / "m/model.safetensors")
-    data = write_shapes(tmp_path / "shapes")["data_path"]
-    args = arguments("gradients", "--data", data, "--samples", 4)
-    args.output_dir, named = tmp_path / "out", NamedModel("m", path)
-    samples = inputs.choose(args)
-    tokenizer, model, image_processor = loading.load_ours(named, args)
-    batch, _ = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
-    return named, samples, args, model, batch
-
-
-def test_every_visual_token_of_crops_is_traced_to_the_projector(tiny, tmp_path):
-    named, samples, args, model, batch = in_crops(tiny, tmp_path, "anyres")
-    rows = gradients.projector_rows(model, batch)
-    passed = batch.inputs
-    layout, crops = model.lay_out(
-        passed["input_ids"], passed["attention_mask"], None, passed["images"], passed["image_sizes"]
-    )
-    with torch.no_grad():
-        tokens, entered = model.encode_images(crops).flatten(0, 1), model.splice(layout, crops)[0]
-        expected = torch.cat([tokens, model.model.image_newline[None]])[rows]
-    of_pictures = batch.input_ids[batch.mask] == IMAGE_TOKEN_INDEX
-    assert (rows == -1).any() and len(set(rows.tolist())) < len(tokens)  # newlines, and margins that are cut off
-    torch.testing.assert_close(entered[of_pictures], expected)
-
-    norms = gradients.measure_gradients(named, samples, args)["none"].norms
-    assert all(value > 0 for value in norms.values())
-    place = int(rows[rows >= 0][7])
-
-    def enlarge(module, args, output):
-        output = output.clone()
-        output.flatten(0, 1)[place] *= 1000
-        return output
-
-    model.model.mm_projector.register_forward_hook(enlarge)
-    assert gradients.visual_sinks(model, batch).nonzero().flatten().tolist() == [place]
-
-
-def test_a_picture_whose_tokens_are_means_of_several_is_refused(tiny, tmp_path):
-    *_, model, batch = in_crops(tiny, tmp_path, "anyres_max_2")
-    with pytest.raises(ValueError, match=r"shrinks a picture of \d+ x \d+ pixels.*leave larger ones out"):
-        gradients.projector_rows(model, batch)
+    assert arms["layernorm"][BEFORE] == pytest.approx(expected[BEFORE], rel=1e-4)
+    assert arms["gwc_layernorm"][BEFORE] == pytest.approx(expected[BEFORE] / 1.25, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -187,7 +109,7 @@ def test_gradients_reach_every_layer_of_every_tower(tiny, tmp_path, model_type):
     sizes = VISION_SIZES | ({"num_patches": 4} if model_type.startswith("siglip2") else {})
     tower.model_class(tower.config_class(**sizes)).save_pretrained(tmp_path / "tower")
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m", tower=str(tmp_path / "tower")))
-    norms = gradients.measure_gradients(named, samples, args)["none"].norms
+    norms = gradients.measure_gradients(named, samples, args)["none"]
     assert list(norms)[3:] == ["tower layer 1", "tower layer 0"] and all(norm > 0 for norm in norms.values())
 
 
@@ -195,10 +117,10 @@ def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):
     named, _, _ = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
     args = arguments("gradients", "--data", tiny / "data/images", "--samples", 1)
     with pytest.raises(ValueError, match="need an answer to learn"):
-        gradients.measure_gradients(named, inputs.choose(args), args)
+        gradients.measure_gradients(named, choose(args), args)
     with pytest.raises(ValueError, match="need one of our checkpoints .*, found a llama"):
-        gradients.measure_gradients(NamedModel("x", str(tiny / "llama")), [], args)
+        gradients.require_ours(NamedModel("x", str(tiny / "llama")))
     fields = json.loads((tmp_path / "m/config.json").read_text()) | {"mm_vision_tower": None}
     (tmp_path / "m/config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="need a vision tower, and its config.json names none"):
-        gradients.measure_gradients(named, [], args)
+        gradients.require_ours(named)

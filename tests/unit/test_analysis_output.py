@@ -2,96 +2,20 @@
 
 import csv
 import json
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llava.analysis import __main__ as command_line
-from llava.analysis import embedding_norms, interventions, output, resume
-from llava.analysis.attention import Picture
+from llava.analysis import embedding_norms, interventions, measure, output
+from llava.analysis.commands import NamedModel, named_model, required_models
 from llava.analysis.curves import draw_gap
 from llava.analysis.embedding_norms import EmbeddingNorms
-from llava.analysis.gradients import Arm
-from llava.analysis.interventions import Outcome
-from llava.analysis.layer_statistics import Measurement
-from llava.analysis.models import NamedModel, named_model, required_models
+from llava.analysis.measure import Measurement
 from llava.analysis.probe import TEXT_AFTER, VISUAL
-from llava.analysis.statistics import PERCENTILES, RELATIVE_ERROR, Stream
 from llava.utils import commands
 from llava.utils.digests import fingerprint
-
-
-def stream_of(*batches) -> Stream:
-    stream = Stream()
-    for batch in batches:
-        stream.add(batch)
-    return stream
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=80), st.lists(st.integers(0, 80)))
-def test_moments_and_quantiles_equal_numpys_for_any_split(values, cuts):
-    parts = np.split(np.array(values), sorted(min(c, len(values)) for c in cuts))
-    stream = stream_of(*parts)
-    scale = max(abs(v) for v in values) + 1e-30
-    assert stream.count == len(values)
-    assert stream.mean == pytest.approx(np.mean(values), abs=1e-12 * scale)
-    assert stream.std == pytest.approx(np.std(values), rel=1e-9, abs=1e-9 * scale)
-    assert (stream.min, stream.max) == (min(values), max(values))
-    for percent in (0, *PERCENTILES, 100):
-        near = [np.percentile(values, percent, method=method) for method in ("lower", "higher")]
-        bound = 1.01 * RELATIVE_ERROR * max(map(abs, near)) + 1e-12
-        assert stream.percentile(percent) == pytest.approx(np.percentile(values, percent), abs=bound)
-
-
-def test_quantiles_do_not_depend_on_the_split_by_a_single_bit():
-    values = np.random.default_rng(0).lognormal(3, 2, 5000)
-    whole, parts = stream_of(values), stream_of(*np.split(values[::-1], 50))
-    assert [whole.percentile(p) for p in PERCENTILES] == [parts.percentile(p) for p in PERCENTILES]
-
-
-def test_welford_keeps_the_spread_of_values_far_from_zero():
-    values = 1e8 + np.random.default_rng(0).normal(size=10_000)
-    assert stream_of(*np.split(values, 100)).std == pytest.approx(np.std(values), rel=1e-6)
-
-
-def test_merged_streams_equal_one_stream_and_survive_a_file(tmp_path):
-    values = np.random.default_rng(1).normal(size=900) * 7
-    first, second = stream_of(values[:400]), stream_of(values[400:])
-    first.merge(second)
-    torch.save({"full": first, "empty": Stream()}, tmp_path / "streams.pt")
-    saved = resume.load(tmp_path / "streams.pt", [Stream])
-    restored = saved["full"]
-    restored.merge(saved["empty"])
-    for stream in (first, restored):
-        assert stream.summary() == pytest.approx(stream_of(values).summary(), rel=1e-12)
-    edges = np.linspace(-30, 30, 13)
-    assert np.abs(restored.histogram(edges) - np.histogram(values, edges)[0]).sum() <= 8  # those at an edge
-    assert restored.histogram(edges).sum() == 900
-
-
-@pytest.mark.parametrize("kind", [Arm, Outcome, Picture])
-def test_rows_of_measurements_survive_a_file_and_nothing_else_is_loaded(tmp_path, kind):
-    state = resume.Rows(kind)
-    state.rows = [kind(*({"a": np.arange(3.0)} if index % 2 else None for index in range(len(kind._fields))))]
-    torch.save({"state": state}, tmp_path / "state.pt")
-    again = resume.load(tmp_path / "state.pt", [resume.Rows, kind])["state"]
-    assert str(again.rows) == str(state.rows) and isinstance(again.rows[0], kind)
-    with pytest.raises(pickle.UnpicklingError, match=kind.__name__):
-        resume.load(tmp_path / "state.pt", [resume.Rows])
-
-
-def test_a_stream_takes_tensors_and_refuses_nan():
-    stream = stream_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
-    assert (stream.count, stream.mean) == (4, 2.5)
-    with pytest.raises(ValueError, match="1 of 2 measured values are NaN"):
-        stream.add([1.0, float("nan")])
-    assert stream.count == 4
 
 
 def test_models_on_the_command_line(tmp_path):
@@ -104,6 +28,16 @@ def test_models_on_the_command_line(tmp_path):
         required_models([NamedModel("a", "x"), NamedModel("a", "y")])
     with pytest.raises(ValueError, match="--model: give at least 1"):
         required_models([])
+
+
+def test_a_summary_holds_numpys_moments_and_quantiles_and_nan_where_there_are_no_values():
+    values = np.random.default_rng(0).lognormal(3, 2, 500)
+    summary = measure.summary(values)
+    assert (summary["count"], summary["mean"], summary["std"]) == (500, values.mean(), values.std())
+    assert (summary["min"], summary["p50"], summary["max"]) == (values.min(), np.median(values), values.max())
+    assert summary["p99"] == np.percentile(values, 99)
+    empty = measure.summary(np.empty(0))
+    assert empty.pop("count") == 0 and np.isnan(list(empty.values())).all() and empty.keys() < summary.keys()
 
 
 def arguments(folder, **others):
@@ -168,16 +102,6 @@ def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys
         assert stop.value.code == 2
 
 
-def test_a_torchvision_for_another_pytorch_is_named_in_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "torchvision", raising=False)
-    assert command_line.main(["theory"]) == 2
-    error = capsys.readouterr().err
-    assert "torchvision does not fit PyTorch 2." in error and "nms does not exist); install the build" in error
-    assert error.count("\n") == 1
-
-
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def run(args):
         raise KeyboardInterrupt
@@ -221,12 +145,8 @@ def covered_points(figure) -> int:
 
 
 def curves_of(angles):
-    measurement = Measurement()
-    measurement.layers = len(angles)
-    for layer, (visual, text) in enumerate(angles):
-        measurement.add("turn", VISUAL, layer, False, [visual])
-        measurement.add("turn", TEXT_AFTER, layer, False, [text])
-    return measurement
+    turns, sinks = np.array(angles), np.zeros(2, dtype=bool)
+    return Measurement([{"turn": turns, "cosine": turns, "group": np.array([VISUAL, TEXT_AFTER]), "sink": sinks}], 1)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from vision_language_models import our_checkpoint
 
-from llava.analysis import loading
-from llava.analysis.models import NamedModel
+from llava.analysis import models as loading
+from llava.analysis.commands import NamedModel
 from llava.analysis.probe import PADDING, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.families import Family, Features, family_of, find_parts, output_rows
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -132,15 +132,6 @@ def test_a_stage_1_folder_with_its_base_and_an_edit_of_the_llms_input(tiny, tmp_
     )
     embeds = plain.hidden_states[0] * ratio[..., None]
     assert torch.allclose(doubled.logits, whole.model(inputs_embeds=embeds).logits, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_plain_llm_has_text_alone(tiny):
-    probe = loading.load(NamedModel("llm", str(tiny / "llama")), arguments())
-    samples = [SimpleNamespace(image=None, prompt="one two"), SimpleNamespace(image=None, prompt="three")]
-    seen = probe.run(probe.prepare(samples))
-    assert len(seen.hidden_states) == 3 and seen.vision_features is None
-    assert not seen.visual.any() and seen.mask.sum(1).tolist() == [7, 5]
 
 
 class Odd(nn.Module):
@@ -283,19 +274,16 @@ class Joined(nn.Module):
 
 
 @torch.no_grad()
-def test_wide_rows_are_cut_only_where_the_encoder_gave_the_pieces():
-    for mixes in (False, True):
-        case = models.llava()
-        case.model.model.multi_modal_projector = Joined(case.model.model.multi_modal_projector, mixes)
-        path = "model.multi_modal_projector.multi_modal_projector"
-        probe = Probe("x", case.model, find_parts(case.model, family_of("llava", projector=path)))
-        batch = models.batch_of(**models.ids_for([4, 4]), pixel_values=case.inputs["pixel_values"])
-        if mixes:
-            with pytest.raises(ValueError, match=r"x: LlavaM\w+ takes rows of 96 numbers, .* not tokens of 24 numbers"):
-                probe.run(batch)
-            continue
-        for _ in range(2):  # the second time what the first has shown is taken for granted
-            assert torch.equal(probe.run(batch).vision_features, case.features)
+def test_wide_rows_are_cut_only_for_a_family_that_joins_patches():
+    case = models.llava()
+    case.model.model.multi_modal_projector = Joined(case.model.model.multi_modal_projector, False)
+    path = "model.multi_modal_projector.multi_modal_projector"
+    batch = models.batch_of(**models.ids_for([4, 4]), pixel_values=case.inputs["pixel_values"])
+    probe = Probe("x", case.model, find_parts(case.model, family_of("llava", projector=path)))
+    with pytest.raises(ValueError, match=r"x: LlavaM\w+ takes rows of 96 numbers, .* vision encoder have 24; name"):
+        probe.run(batch)
+    probe = Probe("x", case.model, find_parts(case.model, Family(projector=path, joins_patches=True)))
+    assert torch.equal(probe.run(batch).vision_features, case.features)
 
 
 @pytest.mark.parametrize("text", STREAMS)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from paths import GOLDEN
 
-from llava.analysis.probe import VISUAL
-from llava.analysis.visual_grid import NoMap, drawn_in_place, picture_map
+from llava.analysis.attention import NoMap, picture_grid
 from llava.anyres import CropRules, Picture, best_grid, check_modes, parse_pinpoints
 from llava.model.crops import line_up
 from llava.model.pictures import match_crops, refuse_video
@@ -39,14 +38,12 @@ def numbered(crops: int) -> torch.Tensor:
 
 
 def test_a_class_token_has_no_place_in_a_map():
-    groups = torch.full((1, SIDE**2 + 1), VISUAL)
     for tokens, count in ((SIDE**2 + 1, SIDE**2 + 1), (SIDE**2, SIDE**2 + 1), (SIDE**2, SIDE**2 - 1)):
         model = SimpleNamespace(crop_rules=lambda tokens=tokens: CropRules(tokens, SIDE, 56))
         with pytest.raises(NoMap, match=f"{count} visual tokens do not fill 4 rows and columns"):
-            picture_map(model, SimpleNamespace(inputs={}), groups[:, :count])
+            picture_grid(model, None, count)
     model = SimpleNamespace(crop_rules=lambda: CropRules(SIDE**2, SIDE, 56))
-    place = picture_map(model, SimpleNamespace(inputs={}), groups[:, : SIDE**2])
-    assert place(torch.eye(SIDE**2)[6]).argmax() == 6 and place(torch.ones(SIDE**2)).shape == (SIDE, SIDE)
+    assert picture_grid(model, None, SIDE**2) == (SIDE, SIDE)
 
 
 @pytest.mark.parametrize(("aspect_ratio", "merge_type"), MODES)
@@ -94,32 +91,6 @@ def test_a_shrunk_grid_has_about_as_many_tokens_as_allowed():
             width, height = patches.shrunk or (patches.width, patches.height)
             assert width * height <= 1.21 * most * SIDE**2 or min(width, height) == 1
             assert patches.shrunk is None or patches.width * patches.height > 1.21 * most * SIDE**2
-
-
-@pytest.mark.parametrize(("aspect_ratio", "merge_type"), [*MODES[:3], ("anyres_max_1", "spatial_unpad")])
-def test_every_tokens_share_is_drawn_where_its_patch_lies_in_the_picture(aspect_ratio, merge_type):
-    """Each patch carries its row and column of the grid through the model's own arrangement."""
-    some, unpadded = rules(aspect_ratio, merge_type), rules("anyres")
-    for size in sizes(12):
-        picture, shown = some.picture(size), unpadded.patches(unpadded.picture(size))
-        places = numbered(picture.crops)
-        for crop in range(1, picture.crops):
-            row, column = divmod(crop - 1, shown.columns)
-            places[crop] = places[crop] + torch.tensor([0.0, row * SIDE, column * SIDE])
-        tokens = line_up(places, [picture], some, NEWLINE if some.has_newline else None).tolist()
-        for index, (crop, row, column) in enumerate(tokens):
-            drawn = drawn_in_place(torch.eye(len(tokens), dtype=torch.float64)[index], picture, some)
-            peak = [int(i) for i in divmod(int(drawn.argmax()), drawn.shape[1])]
-            inside = [(row - shown.top, shown.height), (column - shown.left, shown.width)]
-            if crop == 0:  # the crop of the whole picture, squeezed into a square
-                inside = [(row, SIDE), (column, SIDE)]
-            if crop >= 0 and all(0 <= place < of for place, of in inside):
-                assert drawn.sum() == pytest.approx(1)
-                for got, length, (place, of) in zip(peak, drawn.shape, inside, strict=True):
-                    scale = length / of  # places of the map per patch
-                    assert abs(got + 0.5 - (place + 0.5) * scale) <= max(scale / 2, 0.5) + 0.5
-            else:
-                assert not drawn.any()  # newlines, and patches that show only black
 
 
 def test_newline_has_a_gradient_where_no_row_remains():

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainingArguments
 from vision_language_models import IMAGE, batch_of, ids_for, mllama, qwen3_vl
 from vision_language_models import llava as llava_case
 
-from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Probe
 from llava.analysis.processors import library_inputs, load_processor
+from llava.analysis.samples import PicturePrompt
 from llava.attach import RECORD, attach, attachable, attached_norms, load_attached
 from llava.families import family_of, find_parts
 from llava.model.builder import load_language_model

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from llava.analysis.loading import config_fields
+from llava.analysis.models import config_fields
 from llava.train.kernels import compile_layers
 from llava.train.train import parse_arguments
 from llava.utils.code_folders import CODE_FOLDERS, refuse_shared, refuse_shared_variable

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from llava.analysis import loading
-from llava.analysis.models import NamedModel
+from llava.analysis import models as loading
+from llava.analysis.commands import NamedModel
 from llava.analysis.remote_code import load_remote
 
 

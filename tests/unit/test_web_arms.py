@@ -15,9 +15,9 @@ import torch
 from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM, encoded, noise, turns
 from PIL import Image
 
-from llava.analysis.inputs import PicturePrompt
-from llava.analysis.loading import our_batch
+from llava.analysis.models import our_batch
 from llava.analysis.probe import VISUAL
+from llava.analysis.samples import PicturePrompt
 from llava.asking import load_assistant
 from llava.serve import arms, look, web
 from llava.serve import page as web_page
@@ -257,16 +257,14 @@ def test_the_same_attention_runs_after_a_look_as_before(pair):
 
 
 def test_a_look_agrees_with_the_attention_command(pair):
-    from argparse import Namespace
-
     from llava.analysis import attention
-    from llava.analysis.loading import our_prompt
+    from llava.analysis.models import our_prompt
 
     assistant, probe = pair[1].assistant, pair[1].probe
     sample = PicturePrompt("red", RED, ASK)
     prompt = our_prompt(sample, assistant.tokenizer, assistant.template, assistant.model.config)
     probe._prepare = lambda samples: our_batch(assistant.model, [prompt], [RED], assistant.image_processor)
-    expected = attention.look(probe, sample, Namespace(query="last", layers="all", heads="all")).maps["mean"]
+    expected = attention.look(probe, sample, "last")["map"]
     assert np.allclose(look.look_of(assistant, probe, asked(), RED, "").heatmap, expected, rtol=1e-6)
 
 

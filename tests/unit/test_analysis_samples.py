@@ -11,7 +11,8 @@ from analysis_commands import arguments
 from PIL import Image
 
 from llava.analysis import __main__ as command_line
-from llava.analysis import inputs, output
+from llava.analysis import output
+from llava.analysis.samples import choose
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def data(tiny):
 
 
 def chosen(*flags):
-    return inputs.choose(arguments("layer-norms", *flags))
+    return choose(arguments("layer-norms", *flags))
 
 
 def png(colour) -> bytes:
@@ -136,7 +137,7 @@ def test_records_without_one_picture_are_counted(tmp_path, tiny, capsys):
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").write_bytes(png("red"))
     args = arguments("layer-norms", "--data", records(tmp_path, "a.png", ["a.png", "a.png"], (), []))
-    assert len(inputs.choose(args)) == 1 and args.left_out == "2 without a picture, 1 with several"
+    assert len(choose(args)) == 1 and args.left_out == "2 without a picture, 1 with several"
     command_line.tell_unreadable(args)
     assert "left out: 2 without a picture, 1 with several\n" in capsys.readouterr().err
     assert output.provenance(args)["left out"] == args.left_out
@@ -156,7 +157,7 @@ def test_a_row_without_exactly_one_picture_is_left_out_and_counted(tmp_path):
         table = pa.table(columns | {"images": pa.array(images, kind)})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=3)
         args = arguments("layer-norms", "--data", tmp_path / f"{name}.parquet")
-        (sample,) = inputs.choose(args)[:]
+        (sample,) = choose(args)[:]
         assert (sample.prompt, sample.image.getpixel((0, 0))) == ("one?", (0, 0, 255))
         assert args.left_out == "2 without a picture, 1 with several"
 

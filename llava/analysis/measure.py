@@ -1,0 +1,338 @@
+"""Measures models over samples: raw values of every batch in one file each, read back for means and quantiles.
+
+    <output-dir>/measurements/<what>-<digest>/<first item>.npz
+
+The digest is of the weights, the samples and every setting that decides a value, so a number is tied to what made it,
+and finished batches are skipped. 1,000 samples of 800 tokens are about 450 MB for a decoder of 28 layers, on disk and
+in memory; `--samples` bounds it.
+
+One pass serves `interface-norms`, `layer-norms` and `update-rates`. State l (0 to L) is what enters layer l, state L
+what leaves the last one. Per token:
+    norm        |h_l|
+    cosine      cos(h_l, h_{l+1}); its quantiles come from `turn`, the angle in degrees (paper Figures 3 to 5)
+    update      |h_{l+1} - h_l| / |h_l|
+    drift       angle between h_l and h_0 in degrees
+A model that adds visual features between two layers (DeepStack) has h_{l+1} before the addition in the layer's own
+cosine, turn and update; those of the addition itself are kept under `ADDED`.
+A **sink** is a token whose norm exceeds `SINK_RATIO` times the median of its sample's tokens of its kind (visual, or
+text with special tokens) in any state: massive activations, which hardly turn and swamp a mean.
+
+Shapes: B samples, S sequence with visual tokens, N tokens of all samples, D LLM hidden size, L decoder layers.
+"""
+
+import argparse
+import hashlib
+import inspect
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llava.analysis import models, samples
+from llava.analysis.commands import NamedModel
+from llava.analysis.probe import PADDING, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
+from llava.analysis.samples import Samples
+from llava.utils.commands import whole
+from llava.utils.digests import revision
+from llava.utils.files import replacing
+from llava.utils.progress import progress
+
+FOLDER = "measurements"
+SINK_RATIO = 10.0
+STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
+ADDED = "added "
+"""Begins the names of the step metrics of an addition; they are kept under the layer after which it happens."""
+SCALE = "embedding scale"
+FEATURES, PROJECTED = "vision features", "projector output"
+TEXT_GROUPS = (TEXT_BEFORE, TEXT_AFTER)
+WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_LOADING_FLAGS = ("conv_mode", "layers_path", "projector_path", "vision_path", "image_token_id")
+
+Values = dict[str, np.ndarray]
+"""What one batch gives, by name."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, default: int = 40, batches: bool = False) -> None:
+    """The flags of every command that runs models over samples."""
+    models.add_arguments(parser)
+    samples.add_arguments(parser, default)
+    if batches:
+        parser.add_argument("--batch-size", type=whole(1), default=4, help="samples in a batch; changes no result")
+    parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
+
+
+def batches(
+    what: str,
+    named: NamedModel,
+    drawn: Samples,
+    args: argparse.Namespace,
+    start: Callable[[], Callable[[Any], Values]],
+    *,
+    flags: Sequence[str] = (),
+    items: Sequence[Any] | None = None,
+    size: int = 1,
+) -> list[Values]:
+    """The values of every batch of a measurement; measures those that `--output-dir` does not have.
+
+    Args:
+        what: is measured; begins the folder's name.
+        start: loads the model, only if there is something to measure; returns a function from `size` items to values.
+        flags: those of the command that decide a result.
+        items: what is measured; the samples where None.
+    """
+    folder, unreadable = args.output_dir / FOLDER / _name(what, named, drawn, args, flags, size), drawn.unreadable
+    items = drawn if items is None else items
+    there = {} if args.fresh else {first: read(folder / f"{first}.npz") for first in range(0, len(items), size)}
+    there = {first: values for first, values in there.items() if values is not None}
+    for values in there.values():
+        unreadable.update(json.loads(str(values["unreadable"])))
+    if there:
+        every = len(range(0, len(items), size))
+        print(f"{named.name}: {len(there)} of {every} batches are measured already ({folder}; --fresh measures again)")
+    measured, done = [], None
+    with progress(len(items), f"{args.command}, {named.name}") as bar:
+        for first in range(0, len(items), size):
+            values = there.get(first)
+            if values is None:
+                done = done or start()
+                part = items[first : first + size]
+                values = done(part) if part else {}
+                own = [i for i in unreadable if items is not drawn or 0 <= int(i) - first < size]
+                own = {position: unreadable[position] for position in own}
+                values["unreadable"] = np.array(json.dumps(own))
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(folder / f"{first}.npz", contended=True) as unfinished, unfinished.open("wb") as file:
+                    np.savez(file, **values)
+            measured += [values] if len(values) > 1 else []
+            bar.update(min(size, len(items) - first))
+    return measured
+
+
+def refuse_nonfinite(model: str, values: Values) -> None:
+    """Raises ValueError where a measured value is NaN or infinite."""
+    for name, numbers in values.items():
+        if bad := int((~np.isfinite(numbers)).sum()):
+            raise ValueError(f"{model}: {bad} of {numbers.size} measured values ({name}) are NaN or infinite")
+
+
+def read(file: Path) -> Values | None:
+    """A batch's values; None where the file is not there or damaged."""
+    if not file.is_file():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return dict(stored)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        print(f"{file} is damaged ({str(error).partition(chr(10))[0]}); its batch is measured again")
+        return None
+
+
+def _name(
+    what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace, flags: Sequence[str], size: int
+) -> str:
+    settings = {
+        "weights": revision(named.path),
+        "base": revision(args.model_base) if args.model_base else None,
+        "samples": drawn.content(),
+        "size": size,
+        "placement": models.placement(args),
+        "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, *flags)},
+    }
+    return f"{what}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}"
+
+
+# --- one pass over the layers -----------------------------------------------------------------------------------------
+
+
+class Measurement:
+    """One model's values of all tokens that are not padding.
+
+    Args:
+        measured: what `layer_values` gives, per batch.
+        count: samples measured.
+
+    Attributes:
+        layers: L.
+        sinks: one dict per sink token of a sample, see `_sinks`.
+    """
+
+    def __init__(self, measured: list[Values], count: int) -> None:
+        self.count, self.values = count, joined(measured)
+        self.layers = len(self.values["cosine"])
+        fields = [name for name in self.values if name.startswith("sink ")]
+        rows = zip(*(self.values[name].tolist() for name in fields), strict=True)
+        self.sinks = [dict(zip([name.removeprefix("sink ") for name in fields], row, strict=True)) for row in rows]
+        self.tokens = cache(self._tokens)
+
+    def _tokens(self, groups: tuple[int, ...], part: tuple[bool, ...]) -> np.ndarray:
+        return np.isin(self.values["group"], groups) & np.isin(self.values["sink"], part)
+
+    def of(
+        self, what: str, groups: int | tuple[int, ...] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
+    ) -> np.ndarray:
+        """All values of `groups` in one layer, of the tokens that are not sinks, of the sinks, or of both, in fp64."""
+        if what not in self.values:
+            return np.empty(0)
+        if what in (FEATURES, PROJECTED):
+            return self.values[what].astype(np.float64)
+        chosen = self.tokens((groups,) if isinstance(groups, int) else groups, part)
+        values = self.values[what] if what == SCALE else self.values[what][layer]
+        values = values[chosen].astype(np.float64)
+        return values[~np.isnan(values)]
+
+    def added_layers(self) -> list[int]:
+        """The layers after which the model adds visual features."""
+        added = self.values.get(f"{ADDED}turn", np.empty((0, 0)))
+        return np.flatnonzero((~np.isnan(added)).any(axis=1)).tolist()
+
+
+def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> Measurement:
+    """The model's values over the samples.
+
+    Raises:
+        ValueError: see `models.load`; a batch has no visual positions.
+    """
+
+    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
+        probe = models.load(named, args)
+        takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
+        options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
+
+        def measured(part: Sequence[samples.PicturePrompt]) -> Values:
+            return joined([layer_values(probe.run(batch, **options), batch, probe) for batch in probe.batches(part)])
+
+        return measured
+
+    return Measurement(batches("layers", named, drawn, args, start, size=args.batch_size), len(drawn))
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """The values of several batches; NaN in the tokens of a batch that has none of a name (DeepStack's additions)."""
+    result = {}
+    for name in dict.fromkeys(name for values in parts for name in values if name != "unreadable"):
+        shape = next(values[name].shape[:-1] for values in parts if name in values)
+        arrays = [values.get(name, np.full((*shape, len(values["group"])), np.nan)) for values in parts]
+        result[name] = np.concatenate(arrays, axis=-1)
+    return result
+
+
+def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
+    """The values of one batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
+
+    Raises:
+        ValueError: no sample of it has visual positions; a value is NaN or infinite.
+    """
+    if not bool(seen.visual.any()):
+        raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")
+    groups, states = seen.groups.cpu().numpy(), seen.hidden_states
+    there = groups != PADDING
+    first = _unit(states[0].float())
+    values = {"norm": [_array(state.float().norm(dim=-1)) for state in states]}
+    values["drift"] = [_array(angle(first, _unit(state.float()))) for state in states]
+    steps = [step_values(before, after) for before, after in seen.steps()]
+    values = {name: np.stack(layers) for name, layers in values.items()}
+    values |= {name: np.stack([step[name] for step in steps]) for name in STEP_METRICS}
+    ratios = norm_ratios(values["norm"], groups)
+    found = _sinks(batch, probe, groups, values["norm"], ratios)
+    values = {name: layers[:, there] for name, layers in values.items()}
+    values[FEATURES], values[PROJECTED] = (
+        _array(rows.float().norm(dim=-1)) for rows in (seen.vision_features, seen.projector_output)
+    )
+    refuse_nonfinite(probe.name, values)
+    for layer, left in seen.left.items():
+        state = states[layer + 1]
+        changed = (left != state).any(dim=-1).cpu().numpy()
+        for name, step in step_values(left, state).items():
+            empty = np.full_like(values[name], np.nan)
+            values.setdefault(ADDED + name, empty)[layer] = np.where(changed, step, np.nan)[there]
+    values[SCALE] = _array(embedding_scale(seen))[there]
+    return values | {"group": groups[there], "sink": (ratios > SINK_RATIO).any(axis=0)[there]} | found
+
+
+def _sinks(batch: Batch, probe: Probe, groups: np.ndarray, norms: np.ndarray, ratios: np.ndarray) -> Values:
+    """Per sink token of a sample: its place (of a visual token, in the picture), text, states, norm and ratio."""
+    rows = []
+    for sample, position in np.argwhere((ratios > SINK_RATIO).any(axis=0) & (groups != PADDING)):
+        group, at = groups[sample, position], np.flatnonzero(ratios[:, sample, position] > SINK_RATIO)
+        visual = group == VISUAL
+        where = int((groups[sample, :position] == VISUAL).sum()) if visual else position
+        token = "" if visual else probe.token_text(int(batch.input_ids[sample, position]))
+        largest = norms[:, sample, position].max(), ratios[:, sample, position].max()
+        rows.append((int(group), int(where), token, int(at[0]), int(at[-1]), *map(float, largest)))
+    names, kinds = ("group", "position", "token", "first", "last", "norm", "ratio"), "iiUiidd"
+    columns = list(zip(*rows, strict=True)) or [()] * len(names)
+    return {f"sink {name}": np.array(c, dtype=k) for name, c, k in zip(names, columns, kinds, strict=True)}
+
+
+def step_values(before: torch.Tensor, after: torch.Tensor) -> Values:
+    """Every token's `STEP_METRICS` [B, S] between two states [B, S, D]."""
+    before, after = before.float(), after.float()
+    old, new = _unit(before), _unit(after)
+    return {
+        "cosine": _array(1 - (new - old).square().sum(-1) / 2),
+        "turn": _array(angle(old, new)),
+        "update": _array((after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)),
+    }
+
+
+def embedding_scale(seen: Observation) -> torch.Tensor:
+    """Norm of what enters the LLM over the norm of its row in the embedding matrix [B, S]; NaN where that is 0."""
+    norms, rows = seen.hidden_states[0].float().norm(dim=-1).cpu(), seen.row_norms.cpu()
+    return torch.where(rows > 0, norms / rows, torch.nan)
+
+
+def _unit(states: torch.Tensor) -> torch.Tensor:
+    return states / states.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+
+
+def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Degrees between unit vectors [..., D]; exact for small angles, where the arc cosine is not."""
+    return torch.rad2deg(2 * torch.atan2((first - second).norm(dim=-1), (first + second).norm(dim=-1)))
+
+
+def norm_ratios(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Each token's norm over the median of its sample's tokens of its kind, [L + 1, B, S]; 0 at padding."""
+    ratios = np.zeros(norms.shape)
+    for sample in range(groups.shape[0]):
+        visual = groups[sample] == VISUAL
+        for kind in (visual, (groups[sample] != PADDING) & ~visual):
+            if kind.any():
+                chosen = norms[:, sample, kind].astype(np.float64)
+                ratios[:, sample, kind] = chosen / np.maximum(np.median(chosen, axis=1, keepdims=True), 1e-30)
+    return ratios
+
+
+def sink_mask(seen: Observation) -> torch.Tensor:
+    """Which tokens are sinks [B, S] bool, on the CPU."""
+    norms = np.stack([_array(states.float().norm(dim=-1)) for states in seen.hidden_states])
+    return torch.from_numpy((norm_ratios(norms, seen.groups.cpu().numpy()) > SINK_RATIO).any(axis=0))
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    return values.cpu().numpy()
+
+
+# --- numbers of tables ------------------------------------------------------------------------------------------------
+
+
+def mean(values: np.ndarray) -> float:
+    """NaN where there are no values."""
+    return float(values.mean()) if len(values) else np.nan
+
+
+def median(values: np.ndarray) -> float:
+    """NaN where there are no values."""
+    return float(np.median(values)) if len(values) else np.nan
+
+
+def summary(values: np.ndarray) -> dict[str, float | int]:
+    """What a table shows of values: count, mean, std (divided by n), min, max and `p1` to `p99`."""
+    moments = {"count": len(values), "mean": mean(values), "std": float(values.std()) if len(values) else np.nan}
+    points = np.percentile(values, (0, 100, *PERCENTILES)).tolist() if len(values) else [np.nan] * 9
+    return moments | dict(zip(("min", "max", *(f"p{p}" for p in PERCENTILES)), points, strict=True))

@@ -1,0 +1,248 @@
+"""Pictures with prompts to measure on, drawn from LLaVA records, a benchmark's Parquet tables, or folders of pictures.
+
+All are read as LLaVA's records: a benchmark's row (columns `image` and `question`, as MMBench, POPE and MMStar have) is
+a record of its question, hint and options; a picture of a folder is one of `--prompt`. Several `--data`, separated by
+commas, are one collection.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.data.checks import IMAGE_KEYS, Record, starts_from
+from llava.data.errors import DataError, named_by
+from llava.data.images import ImageError, ImageStore
+from llava.data.mixture import MIXTURES
+from llava.data.parquet_files import read_rows, turn_columns, with_row_images
+from llava.data.records import data_files, load_records, record_images, record_name
+from llava.utils.commands import whole
+from llava.utils.digests import remembered_digest
+from llava.utils.pixels import to_rgb
+
+PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
+PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+PROMPT = "Describe this image."
+OPTIONS = "ABCDEFGHIJ"
+
+
+class Unreadable(ValueError):
+    """A sample cannot be read."""
+
+
+class PicturePrompt(NamedTuple):
+    """A picture (None: text alone) with what is asked about it, and the answer where the data has one."""
+
+    name: str
+    image: Image.Image | None
+    prompt: str
+    answer: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
+    """The flags that choose the samples, besides `--data` and `--seed`."""
+    parser.add_argument(
+        "--samples", type=whole(1), default=samples, help="number of samples, drawn at random; the paper takes 1000"
+    )
+    parser.add_argument(
+        "--image-folder",
+        type=Path,
+        help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
+    )
+    parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
+
+
+class Source(NamedTuple):
+    """One of the collections: its name in messages, records, where their pictures are, and what identifies them."""
+
+    name: str
+    records: Sequence[Record]
+    store: ImageStore
+    key: str
+
+
+class Samples(Sequence[PicturePrompt]):
+    """The chosen samples, read when asked for.
+
+    Args:
+        chosen: a source and the index of one of its records, for each sample.
+        unreadable: is filled with the reason for each sample that `readable` left out, by position.
+    """
+
+    def __init__(self, chosen: Sequence[tuple[Source, int]], unreadable: dict[str, str] | None = None):
+        self.chosen = chosen
+        self.unreadable = {} if unreadable is None else unreadable
+        self._content: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A sample; of a slice, those of its samples that can be read."""
+        if isinstance(index, slice):
+            samples = map(self._readable, range(*index.indices(len(self))))
+            return [sample for sample in samples if sample is not None]
+        source, number = self.chosen[index]
+        record = source.records[number]
+        name = record.get("name") or record_name(record, number)
+        place = ", ".join(filter(None, (source.name, name)))
+        prompt, answer = first_turns(record["conversations"])
+        if prompt is None:
+            raise Unreadable(f"--data {place}: its question is null")
+        try:
+            return PicturePrompt(name, to_rgb(source.store.open(record_images(record)[0])), prompt, answer)
+        except ImageError as error:
+            raise Unreadable(f"--data {place}: {error}") from error
+
+    def content(self) -> str:
+        """A digest of the samples themselves: records, prompts and pictures by all their bytes."""
+        if self._content is None:
+            digest = hashlib.sha256()
+            for source in {id(source): source for source, _ in self.chosen}.values():
+                numbers = [number for of, number in self.chosen if of is source]
+                shown = source.store.content(record_images(source.records[number])[0] for number in numbers)
+                digest.update(f"{source.key} {shown} {numbers} ".encode())
+            self._content = digest.hexdigest()[:16]
+        return self._content
+
+    def _readable(self, index: int) -> PicturePrompt | None:
+        try:
+            return self[index]
+        except Unreadable as error:
+            self.unreadable[str(index)] = str(error)
+        if len(self.unreadable) == len(self):
+            raise ValueError(
+                f"none of {len(self)} pictures can be read, the last because of {self.unreadable[str(index)]}"
+            )
+        return None
+
+
+def choose(args: argparse.Namespace) -> Samples:
+    """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has exactly one picture.
+
+    `args.unreadable` names those that cannot be read, as soon as they are met; `args.drawn` is their number, those
+    included; `args.left_out` counts the samples that do not have exactly one picture.
+
+    Raises:
+        ValueError, OSError: nothing readable there, or no sample with one picture; says what `--data` may be.
+    """
+    args.data = args.data or default_data()
+    every, counts = [], []
+    with named_by("--data"):
+        for part in args.data.split(","):
+            source, pictures = _source(Path(part.strip()), args)
+            every += [(source, index) for index, count in enumerate(pictures) if count == 1]
+            counts += pictures
+    reasons = {"without a picture": counts.count(0), "malformed": counts.count(None)}
+    reasons["with several"] = len(counts) - len(every) - sum(reasons.values())
+    args.left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    if not every:
+        raise ValueError(
+            f"--data {args.data}: none of its {len(counts)} samples has exactly one picture ({args.left_out})"
+        )
+    random.Random(args.seed).shuffle(every)
+    args.drawn = min(len(every), args.samples)
+    args.unreadable = getattr(args, "unreadable", {})
+    return Samples(every[: args.samples], args.unreadable)
+
+
+def default_data() -> str:
+    """The playground's held-out pictures: scenes, else stamps.
+
+    Raises:
+        ValueError: neither has been prepared.
+    """
+    if prepared := next((path for path in PLAYGROUND if Path(path).is_file()), None):
+        return prepared
+    raise ValueError(f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes")
+
+
+def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | None]]:
+    """A collection, and how many pictures each of its records has (None: the row is malformed)."""
+    if path.suffix in (".json", ".jsonl"):
+        return _records(path, args.image_folder or path.parent / "images")
+    if path.suffix in MIXTURES:
+        return _records(path, args.image_folder)
+    if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
+        try:
+            shards = data_files(str(path))
+            if turn_columns(pq.read_schema(shards[0])):
+                return _records(path, args.image_folder)
+            rows = [row for shard in shards for row in _benchmark_rows(shard)]
+        except pa.ArrowException as error:
+            raise DataError(path, f"cannot be read as Parquet ({error})") from error
+        store = ImageStore(None, follow_links=True, setting="--data")
+        key = f"{[remembered_digest(shard) for shard in shards]}"
+        return Source("", rows, store, key), [len(record_images(row)) for row in rows]
+    if path.is_dir():
+        files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.suffix.lower() in PICTURES)
+        if not files:
+            raise DataError(path, "the folder holds neither pictures nor Parquet files")
+        records = [record_of(file, file, args.prompt) for file in files]
+        store = ImageStore(path, follow_links=True, setting="--data")
+        return Source(str(path), records, store, f"{args.prompt} {files}"), [1] * len(files)
+    expected = "a folder, .json, .jsonl, .parquet, .yaml"
+    raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
+
+
+def _records(path: Path, folder: Path | None) -> tuple[Source, list[int | None]]:
+    """LLaVA's records; malformed rows of Parquet files are left out, malformed JSON records are refused."""
+    records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
+    store = ImageStore(folder, follow_links=True, others=records.image_folders, setting="--image-folder")
+    # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
+    malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
+    pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]
+    return Source(str(path), records, store, records.key), pictures
+
+
+def record_of(name: str, image: Any, prompt: str | None, answer: str | None = None) -> Record:
+    """A record of one picture and one question."""
+    turns = [{"from": "human", "value": prompt}] + ([] if answer is None else [{"from": "gpt", "value": answer}])
+    return {"name": name, "image": image, "conversations": turns}
+
+
+def first_turns(conversations: list[dict[str, Any]]) -> tuple[str | None, str | None]:
+    """The first question, without its placeholder, and the answer to it."""
+    turns = [turn["value"] for turn in conversations if turn["from"] != "system"]
+    question = turns[0] and turns[0].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+    return question, turns[1] if len(turns) > 1 else None
+
+
+def _benchmark_rows(shard: Path) -> list[Record]:
+    """The rows of a benchmark's file as records.
+
+    Raises:
+        ValueError: the columns of a benchmark are missing; the message names those that are there.
+    """
+    names = pq.read_schema(shard).names
+    for columns, present in (
+        ("image or images", any(name in names for name in IMAGE_KEYS)),
+        ("conversations or question", "question" in names),
+    ):
+        if not present:
+            raise ValueError(f"--data {shard}: Parquet without a column {columns}; it has {', '.join(names)}")
+    records, texts = [], [name for name in ("hint", "question", "answer", *OPTIONS) if name in names]
+    for index, element in enumerate(read_rows(shard, texts)):
+        row = json.loads(element.text)
+        row = row if element.row is None else with_row_images(row, str(shard), element.row)
+        answer = None if row.get("answer") is None else str(row["answer"])
+        record = record_of(f"{shard}, row {index}", None, question_of(row), answer)
+        records.append(record | {key: row[key] for key in IMAGE_KEYS if key in row})
+    return records
+
+
+def question_of(row: Record) -> str | None:
+    """The prompt of a benchmark's row, with hint and options; None where its question is null."""
+    if row["question"] is None:
+        return None
+    parts = [row.get("hint") or "", row["question"]]
+    parts += [f"{letter}. {row[letter]}" for letter in OPTIONS if isinstance(row.get(letter), str)]
+    return "\n".join(part for part in parts if part)
