@@ -149,11 +149,8 @@ class ImageStore:
         if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
             advice = "--image_orientation exif turns it upright"
             return Problem("turned", f"it is used as stored, not by its EXIF orientation {number}; {advice}")
-        if fault := dark_levels(picture):
-            return Problem("dark", fault)
-        if getattr(picture, "is_animated", False):
-            return Problem("several_frames", "only its first frame is used")
-        return None
+        fault = dark_levels(picture)
+        return fault and Problem("dark", fault)
 
     @contextmanager
     def _header(self, image: ImagePlace) -> Iterator[Image.Image]:

@@ -27,7 +27,7 @@ import yaml
 
 from llava.data.checks import PlacedImage, Record, image_keys, record_images, starts_from
 from llava.data.errors import DataError
-from llava.data.table import RecordTable, SourceCounts
+from llava.data.table import RecordTable
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class MixedTable(RecordTable):
         options = {"selected": selected, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
         return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
 
-    def source_counts(self) -> list[SourceCounts]:
+    def source_counts(self) -> list[dict[str, Any]]:
         records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
         return [
             {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),

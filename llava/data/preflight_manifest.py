@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation, answer_end
+from llava.conversation import Conversation
 from llava.data.cache import made_once
 from llava.data.checks import ImagePlace, Problem, Record, other_marker, record_images, unread_keys
 from llava.data.images import ImageStore
@@ -32,11 +32,10 @@ from llava.utils.digests import bytes_digest, file_stamp
 from llava.utils.files import replacing, write_bytes
 from llava.utils.progress import progress
 
-TEXT_FAULTS = ("json", "schema", "text", "placeholders", "turns")
 PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
-FAULTS = (*TEXT_FAULTS, *PICTURE_FAULTS)
-"""Their kinds; docs/data.md says what each means, as of warnings."""
-_FORMAT = 5  # of the manifest; to be raised when the checks find more
+FAULTS = ("json", "schema", "text", "placeholders", "turns", *PICTURE_FAULTS)
+"""Their kinds; docs/data.md says what each means, as of the warnings `other_marker`, `turned` and `dark`."""
+_FORMAT = 6  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS, _LISTED_KEYS = 1000, 20
@@ -50,11 +49,6 @@ class Rules:
     template: Conversation
     label_masking: LabelMasking
     full_decode: bool = False
-
-    @cached_property
-    def end(self) -> str:
-        """What ends an answer, without white space; empty where only that does."""
-        return answer_end(self.template).strip()
 
 
 @dataclass(frozen=True)
@@ -194,7 +188,7 @@ def unread_fields(manifest: Manifest) -> str:
 
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules) -> str:
     order = turn_rules(rules.template, rules.label_masking)
-    settings = [str(_FORMAT), images.identity(), order, rules.end]
+    settings = [str(_FORMAT), images.identity(), order]
     settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
     # The key does not cover the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
@@ -287,7 +281,7 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
 
 
 def text_findings(record: Record, images: list[ImagePlace], rules: Rules) -> Iterator[Problem]:
-    """Faults and warnings of a well-formed record's turns; of each kind of warning at most one."""
+    """Faults and warnings of a well-formed record's turns."""
     try:
         check_has_image(rules.template, bool(images))
         turns = training_turns(record["conversations"], rules.template, rules.label_masking, bool(images))
@@ -297,19 +291,9 @@ def text_findings(record: Record, images: list[ImagePlace], rules: Rules) -> Ite
                 yield Problem("placeholders", f"{len(images)} images, but {written} places for them in the prompt")
     except ValueError as error:
         yield Problem("turns", str(error))
-    warnings: dict[str, str] = {}
-    for number, turn in enumerate(record["conversations"]):
-        text, is_answer = turn["value"], turn["from"] == "gpt"
-        if is_answer and not text.strip():
-            warnings.setdefault("empty_answer", f"turn {number}: the answer is empty")
-        if is_answer and DEFAULT_IMAGE_TOKEN in text:
-            warnings.setdefault("image_in_answer", f"turn {number}: {DEFAULT_IMAGE_TOKEN} in an answer")
-        if rules.end and rules.end in text:
-            warnings.setdefault("end_marker", f"turn {number}: {rules.end!r} in the text, which ends answers here")
-        if marker := other_marker(text):
-            advice = f"{marker!r} is only text here; write {DEFAULT_IMAGE_TOKEN} where a picture belongs"
-            warnings.setdefault("other_marker", f"turn {number}: {advice}")
-    yield from map(Problem, warnings.keys(), warnings.values())
+    if marker := next(filter(None, (other_marker(turn["value"]) for turn in record["conversations"])), None):
+        advice = f"write {DEFAULT_IMAGE_TOKEN} where a picture belongs"
+        yield Problem("other_marker", f"{marker!r} is only text here; {advice}")
 
 
 def picture_findings(places: list[ImagePlace], images: ImageStore, rules: Rules, size: np.ndarray) -> Iterator[Problem]:

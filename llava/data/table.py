@@ -9,24 +9,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 
 from llava.data.checks import Problem, Record, record_name
 from llava.data.parquet_files import with_row_images
-
-
-class SourceCounts(TypedDict):
-    """What a data set of a mixture has, and how much of it is used."""
-
-    name: str
-    data_path: str
-    records: int  # in its files
-    used: int  # of these
-    samples: int  # of an epoch
-    share: float  # of an epoch's samples
 
 
 class RecordTable(Sequence[Record]):
@@ -172,8 +161,8 @@ class RecordTable(Sequence[Record]):
         """The names of the data sets of a mixture; empty for other tables."""
         return []
 
-    def source_counts(self) -> list[SourceCounts]:
-        """For every data set of a mixture: name, file, number of records, records used, and samples of an epoch."""
+    def source_counts(self) -> list[dict[str, Any]]:
+        """Of every data set of a mixture: name, path, records in its files and used, samples of an epoch, and share."""
         return []
 
     @property

@@ -97,7 +97,7 @@ CASES = {
     ),
     "marker alone": (
         {"conversations": [{"from": "human", "value": "<|image_pad|>?"}, GPT]}, "other_marker",
-        "turn 0: '<.image_pad.>' is only text here; write <image> where a picture belongs",
+        "'<.image_pad.>' is only text here; write <image> where a picture belongs",
     ),
     "picture as text": (
         {"conversations": [{"from": "human", "value": "data:image/png;base64,AAAA"}, GPT]}, "other_marker", "data",
@@ -106,13 +106,6 @@ CASES = {
     "empty path in a list": ({"images": ["a.png", " "], "conversations": TURNS}, "schema", "'images': an empty path"),
     "address": ({"image": "https://a.b/c.png", "conversations": TURNS}, "schema", "an address; pictures are not downl"),
     "data": ({"image": "data:image/png;base64,AAAA", "conversations": TURNS}, "schema", "is the picture itself"),
-    "image in an answer": (
-        {"image": "a.png", "conversations": [TEXT[0], dict(GPT, value="<image>")]}, "image_in_answer", "turn 1",
-    ),
-    "end of an answer in it": (
-        {"conversations": [TEXT[0], {"from": "gpt", "value": "a<|im_end|>b"}]}, "end_marker", "turn 1: '<.im_end.>' in",
-    ),
-    "empty": ({"image": "a.png", "conversations": [HUMAN, {"from": "gpt", "value": " \n"}]}, "empty_answer", "turn 1"),
 }  # fmt: skip
 
 
@@ -170,7 +163,7 @@ def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictu
         found, _ = preflight(table, pictures, rules(version, masking), show_progress=False)
         assert found.bad_records() == expected, version
     made = list((tmp_path / ".llava_cache").glob("*.preflight.json"))
-    assert len(made) == 5  # what ends an answer is part of the rules
+    assert len(made) == 4  # rules that are alike share a result
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
