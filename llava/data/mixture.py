@@ -8,26 +8,21 @@
         name: scenes                     # default: the file's name without its ending
     epoch_samples: 10000                 # with weights; default: as many as the entries' sampling leaves
 
-A mixture is one table of records and an array of indices into it. The seed alone decides the array, which is as long as
-an epoch.
+`llava.data.table` draws an epoch's records.
 """
 
 import logging
 import math
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
 from glob import glob
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
-from llava.data.checks import PlacedImage, Record, image_keys, record_images, starts_from
+from llava.data.checks import starts_from
 from llava.data.errors import DataError
-from llava.data.table import RecordTable
 
 logger = logging.getLogger(__name__)
 
@@ -72,109 +67,6 @@ class Mixture:
     entries: tuple[Entry, ...]
     epoch_samples: int | None
     seed: int
-
-
-class MixedTable(RecordTable):
-    """The records of a mixture: at first all that the entries' sampling leaves, and after `epoch` those of an epoch.
-
-    Args:
-        mixture: what is mixed.
-        starts: index of each entry's first record among the records of all files, and their total.
-    """
-
-    def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
-        super().__init__(*arguments, **options)
-        self.mixture, self.starts = mixture, starts
-        self.drawn_from: int | None = None  # how many records this epoch was drawn from
-
-    @property
-    def checked(self) -> int:
-        return super().checked if self.drawn_from is None else self.drawn_from + self.left_out
-
-    @property
-    def source_names(self) -> list[str]:
-        return [entry.name for entry in self.mixture.entries]
-
-    @property
-    def image_folders(self) -> list[str | None]:
-        return [entry.image_folder for entry in self.mixture.entries]
-
-    def record(self, index: int) -> Record:
-        record = super().record(index)
-        folder = self.image_folders[bisect_right(self.starts, index) - 1]
-        return record if folder is None else _placed(record, folder)
-
-    def epoch(self) -> "MixedTable":
-        """The table of an epoch's records: with weights each entry's share, otherwise all that are left.
-
-        If a share exceeds an entry's records, it consists of whole passes over them, and the rest is drawn.
-
-        Raises:
-            ValueError: an entry has no record left, or its share is less than one sample.
-        """
-        mixture = self.mixture
-        if mixture.entries[0].weight is None or self.drawn_from is not None:
-            return self
-        own = np.split(self.used, np.searchsorted(self.used, self.starts[1:-1]))
-        total = len(self) if mixture.epoch_samples is None else mixture.epoch_samples
-        shares = _shares([entry.weight or 0.0 for entry in mixture.entries], total)
-        drawn = []
-        for number, (entry, records, share) in enumerate(zip(mixture.entries, own, shares, strict=True)):
-            if not len(records) or not share:
-                what = "has no record that can be used" if share else f"has no sample of an epoch of {total}"
-                named = entry_name(mixture.path, number, entry.name)
-                raise DataError(named, f"{what}; leave it out or change 'weight'")
-            passes, rest = divmod(share, len(records))
-            some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
-            drawn += [records] * passes + [records[np.sort(some)]]
-        table = self.of(np.concatenate(drawn), self.left_out)
-        table.drawn_from = len(self)
-        return table
-
-    def of(self, selected: np.ndarray, left_out: int) -> "MixedTable":
-        options = {"selected": selected, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
-        return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
-
-    def source_counts(self) -> list[dict[str, Any]]:
-        records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
-        return [
-            {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
-             "samples": int(samples[i]), "share": float(samples[i] / max(len(self), 1))}
-            for i, entry in enumerate(self.mixture.entries)
-        ]  # fmt: skip
-
-    def _counts(self, indices: np.ndarray) -> np.ndarray:
-        """How many of the records `indices` each data set has."""
-        return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
-
-
-def _shares(weights: list[float], total: int) -> list[int]:
-    """How many of `total` samples each weight has: rounded down, plus one where the remainders are the largest."""
-    exact = np.array(weights, dtype=float) / sum(weights) * total
-    shares = np.floor(exact).astype(int)
-    shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
-    return shares.tolist()
-
-
-def source_lines(records: RecordTable) -> list[str]:
-    """A line per data set of a mixture: how many of its records are used, and their samples and share of an epoch."""
-    counts = records.source_counts()
-    width = max((len(source["name"]) for source in counts), default=0)
-    return [
-        f"{source['name']:<{width}}  {source['used']:,} of {source['records']:,} records, "
-        f"{source['samples']:,} samples of an epoch ({source['share']:.1%})"
-        for source in counts
-    ]
-
-
-def _placed(record: Record, folder: str) -> Record:
-    """`record` with its images below `folder` in place of the run's image folder."""
-    keys, images = image_keys(record), record_images(record)
-    placed = [PlacedImage(folder, image) if isinstance(image, str) else image for image in images]
-    return record | {keys[0]: placed} if keys else record
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def read_mixture(path: Path, seed: int) -> Mixture:
@@ -270,17 +162,3 @@ def _place(path: Path, name: str) -> str:
 def entry_name(path: Path, number: int, name: object = None) -> str:
     """The name of a mixture's entry in messages."""
     return f"{path}: entry {number}" + (f" ({name!s:.100})" if name else "")
-
-
-def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> MixedTable:
-    """The table of the records that the entries' sampling leaves of their `tables`, in order."""
-    starts = np.cumsum([0, *(table.total for table in tables)])
-    selected = [
-        start + entry.sampling.chosen(table.total, [mixture.seed, number, 0])
-        for number, (entry, table, start) in enumerate(zip(mixture.entries, tables, starts[:-1], strict=True))
-    ]
-    sources = [source for table in tables for source in table.sources]
-    paths = [path for table in tables for path in table.paths]
-    content = sha256(" ".join(table.content for table in tables).encode()).hexdigest()
-    options = {"selected": np.concatenate(selected), "mixture": mixture, "starts": starts.tolist()}
-    return MixedTable(sources, paths, content, tables[0].folders, **options)

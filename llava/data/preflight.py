@@ -13,10 +13,10 @@ import time
 from llava.conversation import get_template
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.mixture import source_lines
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.preflight_manifest import Manifest, Rules, fault_kinds, preflight, unread_fields, warning_kinds, when
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
+from llava.data.table import source_lines
 from llava.data.turns import LABEL_MASKINGS
 from llava.utils.commands import Parser, exit_status
 from llava.utils.pixels import ORIENTATIONS

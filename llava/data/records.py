@@ -32,10 +32,10 @@ from llava.data.checks import (
 )
 from llava.data.errors import DataError
 from llava.data.messages import as_record
-from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_mixture
+from llava.data.mixture import MIXTURES, Mixture, entry_name, read_mixture
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
-from llava.data.table import RecordTable, map_rows
+from llava.data.table import RecordTable, map_rows, mixed_table
 from llava.utils.digests import bytes_digest, content_hash, file_stamp, known_hash
 from llava.utils.progress import progress
 
@@ -81,7 +81,7 @@ def load_records(
     """
     if mixture := _mixture(data_path, seed):
         tables = [_of_entry(mixture, i, _table, cache_dir, show_progress) for i in range(len(mixture.entries))]
-        table: RecordTable = mixed_table(mixture, tables)
+        table = mixed_table(mixture, tables)
     else:
         table = _table(data_path, cache_dir, show_progress)
     if not check:

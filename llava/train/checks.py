@@ -18,7 +18,6 @@ from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.mixture import source_lines
 from llava.data.preflight_manifest import (
     Rules,
     preflight,
@@ -29,6 +28,7 @@ from llava.data.preflight_manifest import (
     write_quarantine,
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
+from llava.data.table import source_lines
 from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.heldout import check_eval_flags, eval_data_arguments

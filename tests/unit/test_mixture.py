@@ -20,9 +20,10 @@ from llava.data import preflight as command
 from llava.data.checks import PlacedImage
 from llava.data.errors import DataError
 from llava.data.images import ImageError, ImageStore
-from llava.data.mixture import Sampling, source_lines
+from llava.data.mixture import Sampling
 from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import data_files, load_records
+from llava.data.table import source_lines
 from llava.model.loss import LMHead, LossTally
 from llava.train.arguments import DataArguments
 from llava.train.checks import checked_eval_records, report_left_out
