@@ -1,34 +1,23 @@
 """Runs the launcher: passes signals on to the ranks, and shows the first error at the end.
 
-The launcher gets a process group of its own, so that a signal reaches it only through this process: launchers end all
-ranks on SIGTERM and SIGINT and die of SIGUSR1, while the ranks themselves save first.
+The launcher gets a process group of its own, so that a signal reaches it only through this process. Launchers pass
+SIGTERM and SIGINT on, but kill what still saves 30 seconds later (`torchrun`, `deepspeed`). The ranks themselves get
+SIGUSR1 instead, which the launcher ignores: they are the processes that it has started and that handle this signal.
 """
 
 import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llava.utils.failures import (
-    ENDED,
-    FOLDER,
-    HOST,
-    RECEIVED,
-    REQUEST,
-    REQUEUE_EXIT_CODE,
-    RUN_DIR,
-    UNSAVED,
-    is_of_lost_peer,
-    sorted_reports,
-)
-from llava.utils.processes import is_running, kill, send, send_group, wait
+from llava.utils.failures import FOLDER, REQUEUE_EXIT_CODE, is_of_lost_peer, sorted_reports
+from llava.utils.processes import descendants, handles, kill, send, send_group, wait
+from llava.utils.provenance import COMPLETE
 
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE_DIR = "LLAVA_REQUEUE_DIR"  # set by scripts/slurm/job.sh, which looks there for `saved` or `unsaved`
@@ -42,21 +31,21 @@ def supervise(
     if first_node:
         shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
     release_left()
-    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:  # which nobody else can read
-        return Supervisor(output_dir, Path(folder), alone).run(command, environment)
+    return Supervisor(output_dir, alone).run(command, environment)
 
 
 class Supervisor:
-    """One launcher with its ranks on this node; `alone`: the launcher is itself the only rank.
+    """One launcher with its ranks on this node, whose reports and checkpoints are below `output_dir`.
 
-    The ranks' reports are below `output_dir`; in `run_dir` they leave their process ids, and ask for another start.
+    `alone`: the launcher is itself the only rank.
     """
 
-    def __init__(self, output_dir: Path, run_dir: Path, alone: bool):
-        self.output_dir, self.run_dir, self.alone = output_dir, run_dir, alone
+    def __init__(self, output_dir: Path, alone: bool):
+        self.output_dir, self.alone = output_dir, alone
         self.launcher: subprocess.Popen | None = None
         self.interrupted = self.ended = False
-        self.gone: list[Path] = []  # process-id files of ranks that are gone, in the order in which they went
+        self.early = False  # a signal ended the launcher before its ranks could handle one
+        self.began = time.time()
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Starts the launcher and waits for it; returns its exit code, or 85 where a signal ended the run.
@@ -68,68 +57,57 @@ class Supervisor:
             handled.append(signal.SIGINT)
         before = {number: signal.signal(number, self._stop) for number in handled}
         try:
-            env = {**environment, RUN_DIR: str(self.run_dir)}
-            (self.run_dir / HOST).write_text(socket.gethostname())
             # The launcher inherits this process's open files: a comparison's lock lives as long as the training.
-            self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
-            code = wait(self.launcher, self._note_gone)
+            self.launcher = subprocess.Popen(command, env=dict(environment), preexec_fn=_own_group, close_fds=False)
+            code = wait(self.launcher)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.ended:
             return INTERRUPTED
-        if (request := self.run_dir / REQUEST).exists():
-            if not (folder := environment.get(REQUEUE_DIR)):
-                return REQUEUE_EXIT_CODE
-            Path(folder, request.read_text()).touch()  # the job's script asks for another start
-            return 0
-        if code:
+        if code not in (0, REQUEUE_EXIT_CODE) and not self.early:
             self._show_first_error(code)
-        return code if code >= 0 else 128 - code
+            return code if code >= 0 else 128 - code
+        saved = self._has_written(f"checkpoint-*/{COMPLETE}")
+        if self._has_written(COMPLETE) or not (saved or code or self.early):
+            return 0
+        if not (folder := environment.get(REQUEUE_DIR)):
+            return REQUEUE_EXIT_CODE
+        Path(folder, "saved" if saved else "unsaved").touch()  # the job's script asks for another start
+        return 0
 
-    def _note_gone(self) -> None:
-        for file in sorted(self.run_dir.glob("*.pid")):
-            pid = _process_id(file)
-            if pid and file not in self.gone and not is_running(pid):
-                self.gone.append(file)
+    def _has_written(self, pattern: str) -> bool:
+        return any(file.stat().st_mtime >= self.began for file in self.output_dir.glob(pattern))
 
     def _stop(self, number: int, frame: object) -> None:
         """Lets the ranks save and stop; a second Ctrl-C ends everything at once."""
         if self.launcher is None:
             raise KeyboardInterrupt
-        ranks = [_process_id(file) for file in self.run_dir.glob("*.pid")]
+        started = {self.launcher.pid, *descendants(self.launcher.pid)}
+        ranks = [pid for pid in started if handles(pid, signal.SIGUSR1)]
         if number == signal.SIGINT and self.interrupted:
             self.ended = True
-            kill(self.launcher.pid, ranks)
+            kill(self.launcher.pid)
             _say("ended at once: what came after the last checkpoint is lost")
             return
         self.interrupted = self.interrupted or number == signal.SIGINT
         name = signal.Signals(number).name
-        (self.run_dir / RECEIVED).write_text(name)
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         if [rank for rank in ranks if send(rank, signal.SIGUSR1)]:
             _say(f"{name} received: the ranks save after the current step and stop{again}")
-        elif (self.run_dir / ENDED).exists():
-            _say(f"{name}: the run has already ended, only its launcher is still closing{again}")
-        else:  # nothing is trained yet
-            (self.run_dir / REQUEST).write_text(UNSAVED)
-            _say(f"{name}: no rank here trains: stopped before training, nothing is saved; rerun the command{again}")
+        else:  # nothing is trained yet, or the run has ended and only its launcher is still closing
+            self.early = True
+            _say(f"{name}: no rank here trains: stopped before training, or after it; rerun the command{again}")
             send_group(self.launcher.pid, signal.SIGTERM)
 
     def _show_first_error(self, code: int) -> None:
         reports = sorted_reports(self.output_dir)
         if not reports or is_of_lost_peer(reports[0]):
-            self._note_gone()
-            reported = {report.stem.rsplit("-", 1)[1] for report in reports}
-            silent = [file for file in self.gone if f"rank{file.stem}" not in reported]
-            if silent and (not self.alone or code < 0):  # only its launcher knows how a rank of several ended
-                killed = not self.alone or code == -signal.SIGKILL
-                cause = "it was killed, by hand or because memory ran out"
-                if not killed:
-                    cause = f"it was ended by {signal.Signals(-code).name}"
-                where = f"rank {silent[0].stem} on {socket.gethostname()}, process {_process_id(silent[0])}"
-                _say(f"{where}, ended without a message: {cause}")
-                return
+            if not self.alone or code == -signal.SIGKILL:
+                cause = "if no line above names an error, it was killed, by hand or because memory ran out"
+                _say(f"a rank ended without a message: {cause}")
+            elif code < 0:
+                _say(f"a rank ended without a message: it was ended by {signal.Signals(-code).name}")
         if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
             message = reports[0].read_text().partition("\n\n")[0]
             _say(f"the first of {len(reports)} errors in {self.output_dir / FOLDER}:\n{message}\nmore in {reports[0]}")
@@ -155,13 +133,6 @@ def release_left() -> None:
 def _own_group() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _process_id(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # it is just being written or removed
-        return 0
 
 
 def _say(text: str) -> None:

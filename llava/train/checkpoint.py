@@ -41,12 +41,11 @@ from llava.utils.digests import bytes_digest
 from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json
 from llava.utils.locks import training_lock
-from llava.utils.provenance import RUN_FILE, differences
+from llava.utils.provenance import COMPLETE, RUN_FILE, differences
 
 logger = logging.getLogger(__name__)
 
-MARKER = "complete.json"
-OLDER_MARKER = "manifest.json"  # what commits up to 382b45f wrote in its place
+OLDER = "manifest.json"  # what commits up to 382b45f wrote in its place
 MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
 FROM_SCRATCH = ("False", "false", False)  # values of --resume_from_checkpoint
 _SMALL = 2**20  # bytes of a file whose content is compared as well
@@ -131,7 +130,7 @@ class CheckpointMarker(TrainerCallback):
         own = [f for f in files if _owner(f) % args.world_size == args.process_index]
         entries = gather_object([_entries(folder, own)])
         if args.should_save:
-            write_json(folder / MARKER, {"files": {k: v for part in entries for k, v in part.items()}}, synced=True)
+            write_json(folder / COMPLETE, {"files": {k: v for part in entries for k, v in part.items()}}, synced=True)
             sync(folder.parent)
             rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
         self.step = state.global_step
@@ -140,7 +139,7 @@ class CheckpointMarker(TrainerCallback):
 def clear_place(folder: Path, is_main_process: bool) -> None:
     """Removes what is where a checkpoint is about to be written, its marker first. Every rank must call."""
     if is_main_process and folder.exists():
-        (folder / MARKER).unlink(missing_ok=True)
+        (folder / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(folder)
     wait_for_everyone()
 
@@ -148,7 +147,7 @@ def clear_place(folder: Path, is_main_process: bool) -> None:
 def finish_run(output_dir: Path, step: int) -> None:
     """Marks the run as finished after `step` steps; its model is in the folder."""
     entries = _entries(output_dir, [output_dir / "config.json", *_model_files(output_dir)])
-    write_json(output_dir / MARKER, {"files": entries, "step": step}, synced=True)
+    write_json(output_dir / COMPLETE, {"files": entries, "step": step}, synced=True)
 
 
 def _owner(file: Path) -> int:
@@ -171,9 +170,9 @@ def _entry(file: Path) -> dict[str, Any]:
 def folder_faults(folder: Path) -> list[str]:
     """The differences between a checkpoint or final folder and its marker; the whole content of small files counts."""
     try:
-        files = json.loads((folder / MARKER).read_text())["files"]
+        files = json.loads((folder / COMPLETE).read_text())["files"]
     except (OSError, ValueError, KeyError):
-        return [f"no readable {MARKER}, which is written last"]
+        return [f"no readable {COMPLETE}, which is written last"]
     faults = []
     for name, expected in files.items():
         if not (folder / name).is_file():
@@ -194,7 +193,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def finished_step(output_dir: Path) -> int | None:
     """The step after which the run in the folder was finished, or None."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return json.loads((output_dir / MARKER).read_text())["step"]
+        return json.loads((output_dir / COMPLETE).read_text())["step"]
     return None
 
 
@@ -211,8 +210,8 @@ def named_save_errors(output_dir: Path) -> Iterator[None]:
         if getattr(error, "errno", None) not in _FULL and not _WRITE_FAILED.search(str(error)):
             raise
         folders = checkpoints(output_dir)
-        target = next((f for f in folders if not (f / MARKER).is_file()), output_dir)
-        newest = next((f for f in folders if (f / MARKER).is_file()), None)
+        target = next((f for f in folders if not (f / COMPLETE).is_file()), output_dir)
+        newest = next((f for f in folders if (f / COMPLETE).is_file()), None)
         left = f"{newest} is complete and untouched" if newest else "No earlier checkpoint exists"
         raise SaveError(
             f"{target} could not be written: {error} ({free_gib(output_dir):.2f} GiB are free there). {left}. Make "
@@ -303,8 +302,8 @@ def choose_start(args: TrainingArguments, settings: Settings) -> Start:
 
 
 def _start(args: TrainingArguments, settings: Settings) -> Start:
-    requested, start = args.resume_from_checkpoint, Start(replaces=True)
-    if args.overwrite_output_dir and requested not in (None, *FROM_SCRATCH):
+    requested, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
+    if overwrites and requested not in (None, *FROM_SCRATCH):
         raise ResumeError(
             f"--overwrite_output_dir True starts from scratch and --resume_from_checkpoint {requested} resumes; pass "
             "one of them"
@@ -312,9 +311,10 @@ def _start(args: TrainingArguments, settings: Settings) -> Start:
     try:
         start = _without_loss(args, settings)
     except ResumeError:
-        if not args.overwrite_output_dir:
+        if not overwrites:
             raise
-    if start.finished is not None and args.overwrite_output_dir:
+        start = Start(replaces=True)
+    if start.finished is not None and overwrites:
         start = Start(replaces=True)
     if start.finished is None:
         shutil.rmtree(Path(args.output_dir, FOLDER), ignore_errors=True)  # reports of an earlier start
@@ -331,10 +331,10 @@ def _without_loss(args: TrainingArguments, settings: Settings) -> Start:
                 "remove it by --overwrite_output_dir True, or choose another --output_dir"
             )
         return Start()
-    unmarked = [f for f in (folder, *checkpoints(folder)) if not (f / MARKER).is_file()]
-    if older := next((f for f in unmarked if (f / OLDER_MARKER).is_file()), None):
+    unmarked = [f for f in (folder, *checkpoints(folder)) if not (f / COMPLETE).is_file()]
+    if older := next((f for f in unmarked if (f / OLDER).is_file()), None):
         raise ResumeError(
-            f"{older} was written by an earlier version of this code ({OLDER_MARKER} in place of {MARKER}): a "
+            f"{older} was written by an earlier version of this code ({OLDER} in place of {COMPLETE}): a "
             "finished model there can be used, but no training resumes; finish it with the version that wrote it, take "
             "another --output_dir, or remove it by --overwrite_output_dir True"
         )
@@ -349,7 +349,7 @@ def _without_loss(args: TrainingArguments, settings: Settings) -> Start:
     if checkpoint is not None:
         ranks = check_settings(checkpoint, settings)["world_size"]
         best = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["best_global_step"]
-        if best and not (folder / f"checkpoint-{best}" / MARKER).is_file():
+        if best and not (folder / f"checkpoint-{best}" / COMPLETE).is_file():
             raise ResumeError(
                 f"{checkpoint}: {folder / f'checkpoint-{best}'} had the best --metric_for_best_model so far and is "
                 "missing; put it back, or start from scratch with --resume_from_checkpoint False"
@@ -412,7 +412,7 @@ def what_is_there(folder: Path) -> str:
     """What a folder holds that a new run would replace, in words; empty if nothing would be lost."""
     log = folder / LOG_FILE
     lines = len(log.read_text().splitlines()) if log.is_file() else 0
-    whole = [f.name for f in checkpoints(folder) if (f / MARKER).is_file() or (f / OLDER_MARKER).is_file()]
+    whole = [f.name for f in checkpoints(folder) if (f / COMPLETE).is_file() or (f / OLDER).is_file()]
     return ", ".join([*whole, *[f"a log of {lines} lines"] * bool(lines), *(f.name for f in _model_files(folder))])
 
 
@@ -423,14 +423,14 @@ def begin_run(args: TrainingArguments, start: Start, settings: Settings) -> None
         return
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    removed = [f for f in checkpoints(folder) if not (f / MARKER).is_file()]
+    removed = [f for f in checkpoints(folder) if not (f / COMPLETE).is_file()]
     if start.replaces:
         logger.warning("--overwrite_output_dir True: removing %s from %s", what_is_there(folder) or "nothing", folder)
         removed = [folder / PROFILE, *checkpoints(folder), *_model_files(folder)]
         removed += [folder / name for name in (SETTINGS_FILE, LOG_FILE, RUN_FILE, TRAINER_STATE_NAME)]
     elif removed:
         logger.warning("%s: removing what an interrupted run left half written", removed[0])
-    for path in [folder / MARKER, folder / OLDER_MARKER, *removed]:
+    for path in [folder / COMPLETE, folder / OLDER, *removed]:
         if path.is_dir():
             shutil.rmtree(path)
         else:

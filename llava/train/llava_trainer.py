@@ -45,7 +45,7 @@ from llava.train.masters import MasterWeights, keeps_masters, load_masters, upda
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
 from llava.train.run_record import Settings
-from llava.train.stop_signal import StopSignal
+from llava.train.stop import StopSignal
 from llava.train.telemetry import (
     Clipping,
     JsonlCallback,

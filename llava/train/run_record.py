@@ -170,17 +170,17 @@ def write_run_record(
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []
-        started = {"base_generation_config": dict(model.file_decoding), "heldout_decoding": GREEDY}
-        starts.append({"configuration": configuration, "provenance": provenance() | started})
+        provenance = {
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": shlex.join([sys.executable, *sys.argv]),
+            "folder": os.getcwd(),
+            "machine": machine(),
+            "base_generation_config": dict(model.file_decoding),
+            "heldout_decoding": GREEDY,
+        }
+        starts.append({"configuration": configuration, "provenance": provenance})
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
         write_text(path, text + "\n", synced=True)
-
-
-def provenance() -> dict[str, str]:
-    """When, where, on which processor and by which command this process runs."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    command = shlex.join([sys.executable, *sys.argv])
-    return {"started": now, "command": command, "folder": os.getcwd(), "machine": machine()}
 
 
 def run_configuration(

@@ -7,6 +7,7 @@ scripts/finetune.sh. `--help` documents every flag.
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import transformers
 from transformers import set_seed
 
 from llava.model.lora import has_lora
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.build import build_model, build_trainer, training_tokenizer
 from llava.train.checkpoint import (
@@ -35,12 +37,11 @@ from llava.train.checks import (
     checked_records,
     report_left_out,
 )
-from llava.train.closing import print_next_steps
 from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
 from llava.train.kernels import decide_compilation
 from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
-from llava.train.stop_signal import StoppedEarly, StopSignal
+from llava.train.stop import StoppedEarly, StopSignal
 from llava.train.zero import let_ninja_be_found
 from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.failures import Watchdog, of_flag, refusal
@@ -162,7 +163,22 @@ def train_in_folder(
     trainer.save_final()
     report_left_out(records, str(output_dir))
     report_left_out(eval_records, str(output_dir), EVAL_QUARANTINE)
-    print_next_steps(model_args, data_args, str(output_dir), trainer.adapter_only, has_lora(model))
+    log_next_step(model_args, output_dir.absolute(), trainer.adapter_only, has_lora(model))
+
+
+def log_next_step(model_args: ModelArguments, folder: Path, adapter_only: bool, lora: bool) -> None:
+    """Logs where the finished model is, and the next command."""
+    path = shlex.quote(str(folder))
+    if adapter_only:
+        adapter = shlex.quote(str(folder / ADAPTER_FILE))
+        settings = f"NORM={model_args.mm_projector_norm} PRETRAIN_ADAPTER={adapter}"
+        logger.info("stage 1 is done, projector and norm are in %s", folder / ADAPTER_FILE)
+        logger.info("next, stage 2, with your other settings: %s bash scripts/finetune.sh", settings)
+    elif lora:
+        merge = f"python -m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
+        logger.info("the adapters are in %s; next, merged with their base: %s", folder, merge)
+    else:
+        logger.info("the model is in %s; next, its scores: bash scripts/evaluate.sh %s", folder, path)
 
 
 # --- the process around a training ------------------------------------------------------------------------------------
@@ -178,9 +194,9 @@ def training_process(training_args: TrainingArguments, watchdog: Watchdog) -> It
     stop_signal = StopSignal().install()
     try:
         yield stop_signal
-        stop_signal.say_where(training_args.output_dir)
+        stop_signal.report(training_args.output_dir)
     except StoppedEarly:
-        stop_signal.say_where(training_args.output_dir)
+        stop_signal.report(training_args.output_dir)
     except InUse:  # no report: the folder is another training's
         raise
     except Exception as error:

@@ -19,12 +19,6 @@ from llava.utils.paths import CODE
 FOLDER = "errors"
 HANG_EXIT_CODE = 86
 REQUEUE_EXIT_CODE = 85  # start the run again; neither a shell's own code nor one that a signal gives
-RUN_DIR = "LLAVA_RUN_DIR"  # set by llava.launch: where this node's ranks leave their process ids and the request
-HOST = "host"  # a file there with the node's name; ranks that ssh started on other nodes may see the same path
-RECEIVED = "signal"  # a file there with the name of the signal that the launcher got and passes on as SIGUSR1
-REQUEST = "requeue"  # a file there that asks for another start of the run, and says whether anything was saved
-SAVED, UNSAVED = "saved", "unsaved"
-ENDED = "ended"  # a file there once a rank has ended its work, whether well or not
 # In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
 # Messages of a rank whose peer is gone; at the same progress its report sorts after the peer's own error.

@@ -4,6 +4,7 @@ Needs Python alone, since the launcher runs before packages are there: `/proc` i
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,15 @@ def descendants(pid: int) -> set[int]:
     while new := {child for child, parent in parents.items() if parent in started} - started:
         started |= new
     return started - {pid}
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal, as Linux lists it."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
 def is_running(pid: int) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it."""
 RUN_FORMAT = 1
+COMPLETE = "complete.json"
+"""In a checkpoint that is whole, and in the folder of a finished run. `llava.train.checkpoint` writes it last."""
 DONE = "done"  # in the folder of a stage that a comparison or the quickstart has trained to its end
 
 

@@ -124,20 +124,21 @@ def without_filler(folder: Path) -> None:
 
 
 def stopped(name: str, step: int) -> tuple[str, ...]:
-    """What a run says that the signal ends after `step` steps."""
-    resume = f"{name}: stopped after step {step} of {STEPS}, checkpoint .../checkpoint-{step}; "
+    """What a run says that the signal to its launcher ends after `step` steps."""
+    return (f"{name} received: the ranks save after the current step and stop...", after(step))
+
+
+def after(step: int) -> str:
+    """What rank 0 says at the end of a run that was stopped."""
     return (
-        f"{name} received: the ranks save after the current step and stop...",
-        f"{resume}rerun the same command to resume",
+        f"...: stopped after step {step} of {STEPS}, checkpoint .../checkpoint-{step}; rerun the same command to resume"
     )
 
 
 BOTH = {"ranks": [0, 1]}
 # Of inject/sitecustomize.py: its error, and its place in a stack. Every other message is the code's.
 INJECTED, IN_STRIKE = "injected fault: this rank fails", "in strike"
-BY_HAND = "it was killed, by hand or because memory ran out"
-KILLED = (f"..., ended without a message: {BY_HAND}", BY_HAND)
-ON_RANK_1 = (f"rank 1 on ..., process ..., ended without a message: {BY_HAND}", BY_HAND)
+KILLED = ("if no line above names an error, it was killed, by hand or because memory ran out",)
 LEFT = ("...: removing what an interrupted run left half written",)
 IN_SAVE = {"what": "kill_in_save", "step": 6}
 CONVERT = (
@@ -154,15 +155,17 @@ DIFFERENCES = (
     "--overwrite_output_dir True",
 )
 FAULTS = [
-    Fault("kill -9 of one rank in a step", ON_RANK_1, 2, kill_at(5)),
+    Fault("kill -9 of one rank in a step", KILLED, 2, kill_at(5)),
     Fault("kill -9 of all ranks in a step", KILLED, 2, kill_at(5, **BOTH)),
-    Fault("kill -9 of one rank in the save", ON_RANK_1, 2, IN_SAVE, said=LEFT),
+    Fault("kill -9 of one rank in the save", KILLED, 2, IN_SAVE, said=LEFT),
     Fault("kill -9 of all ranks in the save", KILLED, 2, IN_SAVE | BOTH, said=LEFT),
     Fault("SIGUSR1, two ranks", stopped("SIGUSR1", 6), 2, USR1, resume_at=6, code=85),
     Fault("SIGUSR1, one rank", stopped("SIGUSR1", 5), 1, USR1, resume_at=5, code=85),
     Fault("Ctrl-C, two ranks", stopped("SIGINT", 6), 2, INT, resume_at=6, code=85),
     Fault("Ctrl-C, one rank", stopped("SIGINT", 5), 1, INT, resume_at=5, code=85),
+    Fault("SIGTERM, two ranks", stopped("SIGTERM", 6), 2, TERM, resume_at=6, code=85),
     Fault("SIGTERM, one rank", stopped("SIGTERM", 5), 1, TERM, resume_at=5, code=85),
+    Fault("SIGTERM to one rank of two", (after(6),), 2, TERM | {"what": "signal_rank"}, resume_at=6, code=85),
     Fault(
         "checkpoint truncated",
         KILLED,

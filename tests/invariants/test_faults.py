@@ -24,16 +24,16 @@ from transformers import TrainerCallback
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
 from llava.launch.recipe import resolved_run
-from llava.train import checkpoint, checks, stop_signal
+from llava.train import checkpoint, checks
+from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import MARKER, OLDER_MARKER, ResumeError, SaveError, find_checkpoint, folder_faults
+from llava.train.checkpoint import COMPLETE, OLDER, ResumeError, SaveError, find_checkpoint, folder_faults
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
-from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
-from llava.utils.failures import PHASES, Watchdog
+from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
 from llava.utils.locks import training_lock
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -84,8 +84,8 @@ def at_step(monkeypatch, step: int, do) -> None:
 @pytest.mark.slow
 def test_marker_has_every_file_of_a_checkpoint(whole):
     folder = whole / "checkpoint-4"
-    listed = json.loads((folder / MARKER).read_text())["files"]
-    assert listed.keys() == {f.name for f in folder.iterdir()} - {MARKER}
+    listed = json.loads((folder / COMPLETE).read_text())["files"]
+    assert listed.keys() == {f.name for f in folder.iterdir()} - {COMPLETE}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= listed.keys()
     assert not folder_faults(folder) and not folder_faults(whole)
 
@@ -102,11 +102,11 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, cap
     elif damage == "missing":
         file.unlink()
     else:
-        (copy / "checkpoint-4" / MARKER).unlink()
+        (copy / "checkpoint-4" / COMPLETE).unlink()
     args = TrainingArguments(output_dir=str(copy))
     assert find_checkpoint(args) == copy / "checkpoint-2"
     warning = next(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert "checkpoint-4" in warning and (MARKER if damage == "no marker" else "optimizer.pt") in warning
+    assert "checkpoint-4" in warning and (COMPLETE if damage == "no marker" else "optimizer.pt") in warning
     with pytest.raises(FileNotFoundError, match="--resume_from_checkpoint .*checkpoint-4: no complete checkpoint"):
         find_checkpoint(dataclasses.replace(args, resume_from_checkpoint=str(copy / "checkpoint-4")))
 
@@ -123,12 +123,37 @@ def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny,
     argv = flags(tiny, tmp_path / "run", 2, save_total_limit=1, **SAVING)
     with pytest.raises(SaveError, match="checkpoint-4 could not be written: .*No space.*checkpoint-2 is complete"):
         train_module.train(argv)
-    assert not (tmp_path / "run/checkpoint-4" / MARKER).exists()
+    assert not (tmp_path / "run/checkpoint-4" / COMPLETE).exists()
     monkeypatch.undo()
     train_module.train(argv)
     ours, theirs = weights(tmp_path / "run"), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["write_json", "rotate_checkpoints"])
+def test_a_kill_around_the_marker_leaves_a_whole_checkpoint_of_one_that_is_kept(
+    tiny, tmp_path, whole, monkeypatch, where
+):
+    """Before the marker it is the checkpoint before, and after it the new one, while both are still there."""
+    original = getattr(checkpoint, where)
+
+    def killed(*args, **kwargs):
+        if (tmp_path / "checkpoint-4").exists():
+            raise KeyError("killed")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, where, killed)
+    argv = flags(tiny, tmp_path, 2, save_total_limit=1, **SAVING)
+    with pytest.raises(KeyError, match="killed"):
+        train_module.train(argv)
+    monkeypatch.undo()
+    left = {2: True, 4: where == "rotate_checkpoints"}
+    assert {step: not folder_faults(tmp_path / f"checkpoint-{step}") for step in left} == left
+    train_module.train(argv)
+    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2, 3, 4]
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(tmp_path).items())
 
 
 @pytest.mark.slow
@@ -218,7 +243,7 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
 @pytest.mark.parametrize("place", ["run", "run/checkpoint-4"])
 def test_what_an_earlier_version_wrote_is_named_and_kept(tiny, whole, tmp_path, place):
     shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / place / MARKER).rename(tmp_path / place / OLDER_MARKER)
+    (tmp_path / place / COMPLETE).rename(tmp_path / place / OLDER)
     before = snapshot(tmp_path / "run")
     with pytest.raises(
         ResumeError, match=f"{place} was written by an earlier version of this code .*--overwrite_output"
@@ -281,14 +306,14 @@ def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, wh
             shutil.copy(whole / name, copy)
         (copy / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:-1])
     if killed == "model was cut off":
-        shutil.copy(whole / MARKER, copy)
+        shutil.copy(whole / COMPLETE, copy)
     log = (copy / LOG_FILE).read_text()
     train_module.train(flags(tiny, copy, 2, **SAVING))
     ours, theirs = weights(copy), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (copy / LOG_FILE).read_text() == log
     assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
-    assert json.loads((copy / MARKER).read_text())["step"] == 4
+    assert json.loads((copy / COMPLETE).read_text())["step"] == 4
 
 
 @pytest.mark.slow
@@ -298,7 +323,7 @@ def test_the_repeated_final_save_has_the_same_tensors_in_other_runs(tiny, tmp_pa
     argv = flags(tiny, tmp_path / "run", stage, **options)
     train_module.train(argv)
     files = {f.name: saved_tensors(f) for pattern in checkpoint.MODEL for f in (tmp_path / "run").glob(pattern)}
-    for name in [*files, MARKER]:
+    for name in [*files, COMPLETE]:
         (tmp_path / "run" / name).unlink()
     monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
     train_module.train(argv)
@@ -389,7 +414,7 @@ def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+@pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     tiny, tmp_path, whole, monkeypatch, number, caplog
 ):
@@ -426,7 +451,7 @@ def test_a_stopped_run_resumes_without_a_false_alarm(tiny, tmp_path, monkeypatch
         assert alarm not in caplog.text
 
 
-@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+@pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, monkeypatch, number, caplog):
     monkeypatch.setattr(train_module, "build_model", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as stopped:
@@ -439,7 +464,7 @@ def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, m
 
 def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypatch, capfd):
     ended: list[int] = []
-    stop = stop_signal.StopSignal()
+    stop = stopping.StopSignal()
     stop.training = True
     monkeypatch.setattr(stop, "_end", ended.append)
     stop._receive(signal.SIGINT, None)
@@ -451,7 +476,7 @@ def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypat
     stop._receive(signal.SIGINT, None)
     assert ended == [signal.SIGINT]
     stop.process = -1  # as in a forked worker
-    for number in stop_signal.SIGNALS:
+    for number in stopping.SIGNALS:
         stop._receive(number, None)
     assert ended == [signal.SIGINT, signal.SIGTERM]
 
@@ -459,7 +484,7 @@ def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypat
 def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        stop = stop_signal.StopSignal().install()
+        stop = stopping.StopSignal().install()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
         stop.remove()
     finally:

@@ -11,7 +11,6 @@ from training import flags
 from llava.model.multimodal_projector.norm import NORM_FIELDS
 from llava.train import train as train_module
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags
-from llava.train.closing import closing_lines
 
 REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
 # The flags of this tree besides the norm's. A new one replaces an old one: CONTRIBUTING.md says when none is needed.
@@ -96,52 +95,24 @@ def test_groups_with_the_same_settings_are_one_line(tiny, tmp_path, caplog, deca
 
 def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
-    monkeypatch.delenv("PRESET", raising=False)
     monkeypatch.chdir(tmp_path)
     train_module.train(flags(tiny, "stage 1", 1, max_steps=1))
-    where, following = messages(caplog, "closing")[-2:]
+    where, following = messages(caplog, "train")[-2:]
     adapter = tmp_path / "stage 1/mm_projector.bin"
     assert where == f"stage 1 is done, projector and norm are in {adapter}" and adapter.is_file()
     words = shlex.split(following.split("settings: ")[1])
-    assert words[:2] == [f"MODEL_PATH={tiny}/llama", f"VISION_TOWER={tiny}/siglip"]
-    assert words[2:] == ["NORM=gwc_layernorm", f"PRETRAIN_ADAPTER={adapter}", "bash", "scripts/finetune.sh"]
+    assert words == ["NORM=gwc_layernorm", f"PRETRAIN_ADAPTER={adapter}", "bash", "scripts/finetune.sh"]
     caplog.clear()
     train_module.train(flags(tiny, "stage 2", 2, max_steps=1))
-    where, following = messages(caplog, "closing")[-2:]
-    assert where.startswith(
-        f"the model is in {tmp_path}/stage 2; to talk to it: python -m llava.serve.cli --model-path"
+    folder = f"{tmp_path}/stage 2"
+    assert messages(caplog, "train")[-1] == (
+        f"the model is in {folder}; next, its scores: bash scripts/evaluate.sh '{folder}'"
     )
-    asked = shlex.split(following.split("its scores: ")[1])
-    assert asked[:5] == ["python", "-m", "llava.eval.answer", "--model-path", f"{tmp_path}/stage 2"]
 
 
 @pytest.mark.slow
-def test_closing_lines_reach_the_console_of_the_real_command(tiny, tmp_path):
+def test_the_next_command_reaches_the_console_of_the_real_command(tiny, tmp_path):
     command = [sys.executable, "-m", "llava.train.train", *flags(tiny, tmp_path, 1, max_steps=1)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "bash scripts/finetune.sh" in run.stderr.splitlines()[-1]
-
-
-def test_next_command_names_the_preset_or_merges_adapters(monkeypatch):
-    monkeypatch.setenv("PRESET", "demo")
-    model_args = ModelArguments(model_name_or_path="m", vision_tower="v", mm_projector_norm="none")
-    assert closing_lines(model_args, DataArguments(), "/out", adapter_only=True, lora=False)[1].endswith(
-        ": PRESET=demo NORM=none PRETRAIN_ADAPTER=/out/mm_projector.bin bash scripts/finetune.sh"
-    )
-    assert closing_lines(model_args, DataArguments(), "/out", adapter_only=False, lora=True)[1].endswith(
-        ": python -m llava.model.merge_lora --model-path /out --save-model-path /out-merged"
-    )
-
-
-def test_after_training_on_own_data_the_next_command_scores_own_questions():
-    def last_line(**fields):
-        model_args = ModelArguments(model_name_or_path="m")
-        return closing_lines(model_args, DataArguments(**fields), "/out", adapter_only=False, lora=False)[-1]
-
-    assert last_line(data_path="playground/data/scenes/finetune.json").endswith(": bash scripts/evaluate.sh /out")
-    own = last_line(data_path="mine.json", image_folder="/pictures", eval_data_path="held out.json")
-    assert "--data 'held out.json' --image-folder /pictures --output answers.jsonl" in own
-    assert own.endswith("&& python -m llava.eval.score answers.jsonl") and "evaluate.sh" not in own
-    assert "--data QUESTIONS --image-folder IMAGES" in last_line(data_path="mine.json")
-    assert "evaluate.sh" not in last_line(data_path="playground/data/scenes/finetune.json,mine.json")

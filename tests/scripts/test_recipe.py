@@ -20,14 +20,14 @@ from llava.launch.recipe import STAGES
 # In place of Python: a rank that prints, and fails, or saves on SIGUSR1 as the trainer does.
 STAND_IN_TRAINER = f"""#!{sys.executable}
 import os, pathlib, signal, time
-folder = pathlib.Path(os.environ["LLAVA_RUN_DIR"])
 def save(*_):
     time.sleep(0.5)
     pathlib.Path(os.environ["SAVED"]).touch()
-    (folder / "requeue").write_text("saved")
+    checkpoint = pathlib.Path(os.environ["OUTPUT_DIR"], "checkpoint-1")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "complete.json").touch()
     os._exit(0)
 signal.signal(signal.SIGUSR1, save)
-(folder / "0.pid").write_text(str(os.getpid()))
 print("step 1", flush=True)
 if os.environ["BEHAVIOUR"] == "fails":
     raise SystemExit("loss is not finite")

@@ -435,17 +435,15 @@ if [ "$BEHAVIOUR" = fails ]; then
 fi
 exec "$REAL_PYTHON" -c '
 import os, pathlib, signal, subprocess, sys, time
-folder, behaviour = pathlib.Path(os.environ["LLAVA_RUN_DIR"]), os.environ["BEHAVIOUR"]
+checkpoint, behaviour = pathlib.Path(os.environ["OUTPUT_DIR"], "checkpoint-1"), os.environ["BEHAVIOUR"]
 def save(*_):
     if behaviour == "saves":
-        (folder / "requeue").write_text("saved")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "complete.json").touch()
         os._exit(0)
-signal.signal(signal.SIGUSR1, save)
-signal.signal(signal.SIGTERM, save)
 if behaviour != "loads":
-    (folder / "0.pid").write_text(str(os.getpid()))
-else:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, save)
+    signal.signal(signal.SIGTERM, save)
 if behaviour.startswith("SIG"):
     os.kill(os.getpid(), getattr(signal, behaviour))
 if behaviour == "leaves":
@@ -530,11 +528,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
 @pytest.mark.parametrize(
     ("behaviour", "code", "said"),
     [
-        (
-            "SIGKILL",
-            137,
-            "rank 0 on .*, process .*, ended without a message: it was killed, by hand or because memory ran out",
-        ),
+        ("SIGKILL", 137, "ended without a message: .* it was killed, by hand or because memory ran out"),
         ("SIGABRT", 134, "ended without a message: it was ended by SIGABRT"),
         ("leaves", 4, None),
     ],

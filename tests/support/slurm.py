@@ -52,15 +52,14 @@ TRAINER = """#!/usr/bin/env bash
 behaviours=($BEHAVIOURS)
 exec {python} -c '
 import os, pathlib, signal, sys, time
-behaviour, folder = sys.argv[1], pathlib.Path(os.environ["LLAVA_RUN_DIR"])
+behaviour, checkpoint = sys.argv[1], pathlib.Path(os.environ["OUTPUT_DIR"], "checkpoint-1")
 def save(*_):
     time.sleep(1.5 if behaviour == "saves_late" else 0)
-    (folder / "requeue").write_text("saved")
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "complete.json").touch()
     os._exit(0)
-if behaviour.startswith("saves"):
-    signal.signal(signal.SIGUSR1, save)
 if behaviour != "loads":
-    (folder / "0.pid").write_text(str(os.getpid()))
+    signal.signal(signal.SIGUSR1, save if behaviour.startswith("saves") else lambda *_: None)
 ready = pathlib.Path(os.environ["READY"])
 (ready / ("node" + os.environ["SLURM_NODEID"])).touch()
 while len(list(ready.glob("node*"))) < int(os.environ["SLURM_JOB_NUM_NODES"]):

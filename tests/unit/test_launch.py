@@ -14,8 +14,8 @@ from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal, parse_flags
 from llava.launch.supervise import Supervisor
-from llava.utils.failures import ENDED, REQUEST
 from llava.utils.machine import cpu_quota, processor
+from llava.utils.provenance import COMPLETE
 
 CPU = {"NUM_GPUS": "0"}
 
@@ -363,14 +363,15 @@ def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_tra
     assert wheels_mimalloc(str(python)) == str(library / "libmimalloc.so.3")
 
 
-def test_a_signal_after_the_run_has_ended_neither_stops_it_nor_says_that_nothing_is_saved(tmp_path, monkeypatch, capfd):
-    """DeepSpeed's launcher takes seconds to close; a queue's SIGTERM may come then."""
-    (tmp_path / ENDED).touch()
+@pytest.mark.parametrize(("written", "code"), [(True, 0), (False, 85)])
+def test_a_signal_after_the_run_has_ended_asks_for_no_other_start(tmp_path, monkeypatch, written, code):
+    """DeepSpeed's launcher takes seconds to close; a queue's SIGTERM may come then. Older markers do not count."""
+    (tmp_path / COMPLETE).touch()
+    supervisor = Supervisor(tmp_path, alone=False)
+    supervisor.began += -60 if written else 60
     # Sent by the command itself, the signal could come before there is a launcher.
-    monkeypatch.setattr(supervise, "wait", lambda launcher, _: signal.raise_signal(signal.SIGTERM) or launcher.wait())
-    assert Supervisor(tmp_path, tmp_path, alone=False).run(["sleep", "0.1"], dict(os.environ)) == 0
-    assert capfd.readouterr().err == "SIGTERM: the run has already ended, only its launcher is still closing\n"
-    assert not (tmp_path / REQUEST).exists()
+    monkeypatch.setattr(supervise, "wait", lambda launcher: signal.raise_signal(signal.SIGTERM) or launcher.wait())
+    assert supervisor.run(["sleep", "10"], dict(os.environ)) == code
 
 
 def test_ctrl_c_while_the_launcher_starts_leaves_no_launcher_or_handler(tmp_path, monkeypatch):
@@ -378,5 +379,5 @@ def test_ctrl_c_while_the_launcher_starts_leaves_no_launcher_or_handler(tmp_path
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        Supervisor(tmp_path, tmp_path, alone=True).run(["true"], {})
+        Supervisor(tmp_path, alone=True).run(["true"], {})
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,8 +1,8 @@
 """Python imports this before the program when the folder is on PYTHONPATH: makes a training rank fail as CHAOS says.
 
-CHAOS is JSON: `what` (none, kill, kill_in_save, raise, hang, signal, nan, cut_link, fill_disk), `step` (number of
-finished steps when it happens), `ranks`, and what else the fault needs; `once` spares a rank that a launcher started
-again. Only the trainer's own processes are touched, never a launcher.
+CHAOS is JSON: `what` (none, kill, kill_in_save, raise, hang, signal, signal_rank, nan, cut_link, fill_disk), `step`
+(number of finished steps when it happens), `ranks`, and what else the fault needs; `once` spares a rank that a launcher
+started again. Only the trainer's own processes are touched, never a launcher.
 """
 
 import json
@@ -31,6 +31,8 @@ def strike(chaos: dict, batches: list) -> None:
         time.sleep(3600)
     elif chaos["what"] == "signal":
         os.kill(int(Path(chaos["pid_file"]).read_text()), getattr(signal, chaos["signal"]))
+    elif chaos["what"] == "signal_rank":
+        os.kill(os.getpid(), getattr(signal, chaos["signal"]))
     elif chaos["what"] == "nan":
         batches[0]["images"].fill_(float("nan"))
     elif chaos["what"] == "cut_link":

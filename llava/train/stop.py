@@ -8,7 +8,6 @@ ends at once if nothing is trained yet. A second Ctrl-C ends the run at once, wh
 import logging
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from llava.train.distributed import joined
-from llava.utils.failures import ENDED, HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
+from llava.utils.failures import REQUEUE_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -27,56 +26,38 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAME_SECONDS = 1.0
 
 
-def run_dir() -> Path | None:
-    """The folder by which ranks tell this node's launcher how they ended; None if it is of another node, or missing."""
-    folder = Path(os.environ.get(RUN_DIR) or "/nonexistent")
-    try:
-        return folder if (folder / HOST).read_text() == socket.gethostname() else None
-    except OSError:
-        return None
-
-
 class StoppedEarly(BaseException):
     """A signal came before the first step, when there is nothing to save."""
 
 
 class StopSignal(TrainerCallback):
-    """Saves and stops training when a signal has come; `stopped` says that it did, `saved` that it saved first."""
+    """Saves and stops training when a signal has come; `stopped` says that it did, `step` after which step."""
 
     def __init__(self):
         self.received: int | None = None
-        self.stopped = self.saved = self.training = False
+        self.stopped = self.training = False
         self.step, self.steps = 0, 0
-        self._since = 0.0
         self.process = os.getpid()
-        self._run_dir = run_dir()
-        self._pid_file = self._run_dir and self._run_dir / f"{os.environ.get('RANK', 0)}.pid"
+        self._since = 0.0
         self._before: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> "StopSignal":
-        """Takes over the signals, and tells the launcher which process to send them to."""
+        """Takes over the signals; a Ctrl-C that a shell's `&` has made this process ignore stays ignored."""
         for number in SIGNALS:
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as a shell's `&` leaves it
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
-        if self._pid_file:
-            self._pid_file.write_text(str(self.process))
         return self
 
     def remove(self) -> None:
-        """Restores the signals' handlers and removes this process's file, which stays only if the process is killed."""
+        """Restores the signals' handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._run_dir and self._pid_file:
-            (self._run_dir / ENDED).touch()
-            self._pid_file.unlink(missing_ok=True)
 
     def _receive(self, number: int, frame: object) -> None:
-        if os.getpid() != self.process:
-            if (
-                number == signal.SIGTERM
-            ):  # a forked worker, which its parent ends by SIGTERM; other signals are not for it
+        if os.getpid() != self.process:  # a forked worker, which its parent ends by SIGTERM; others are not for it
+            if number == signal.SIGTERM:
                 self._end(number)
             return
         now = time.monotonic()
@@ -103,11 +84,9 @@ class StopSignal(TrainerCallback):
             self._group = group
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps or not self.agreed():
-            return
-        self.stopped = self.saved = True  # if saving fails, it raises, and nobody reads this
-        self.step, self.steps = state.global_step, state.max_steps
-        control.should_save = control.should_training_stop = True
+        if state.global_step < state.max_steps and self.agreed():
+            self.stopped, self.step, self.steps = True, state.global_step, state.max_steps
+            control.should_save = control.should_training_stop = True  # if saving fails, it raises
 
     def agreed(self) -> bool:
         """Whether any rank had received a signal by the previous call; with one rank, by now. Every rank must call."""
@@ -129,33 +108,24 @@ class StopSignal(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._take_sum()
 
-    def say_where(self, output_dir: str) -> None:
+    def report(self, output_dir: str) -> None:
         """On rank 0 of a run that a signal stopped, logs one line: after which step, and what is saved."""
         if not self.stopped or int(os.environ.get("RANK", 0)) != 0:
             return
-        if self.saved:
+        name = signal.Signals(self.received).name if self.received else "a signal to another rank"
+        if self.step:
             logger.warning(
                 "%s: stopped after step %d of %d, checkpoint %s; rerun the same command to resume",
-                self.name(), self.step, self.steps, Path(output_dir, f"checkpoint-{self.step}"),
+                name, self.step, self.steps, Path(output_dir, f"checkpoint-{self.step}"),
             )  # fmt: skip
         else:
-            logger.warning(
-                "%s: stopped before the first step, nothing is saved; rerun the same command to start", self.name()
-            )
+            logger.warning("%s: stopped before the first step, nothing is saved; rerun the same command to start", name)
 
-    def name(self) -> str:
-        """The signal that the user or the cluster sent, which the launcher passes on as another one."""
-        passed_on = self._run_dir and self._run_dir / RECEIVED
-        if passed_on and passed_on.is_file():
-            return passed_on.read_text()
-        return signal.Signals(self.received).name if self.received else "a signal to another rank"
+    @staticmethod
+    def exit_code() -> int:
+        """The exit status of a stopped run: the request for another start, or 0 for a rank of a launcher's.
 
-    def exit_code(self) -> int:
-        """The exit status of a stopped run: the request for another start, or 0 if the launcher was told by a file.
-
-        With another status than 0 the launching program would end the other ranks at once, or start them again.
+        With another status than 0 the launcher would start the ranks again; that nothing is finished shows in the
+        output folder.
         """
-        if not self._run_dir:
-            return REQUEUE_EXIT_CODE
-        (self._run_dir / REQUEST).write_text(SAVED if self.saved else UNSAVED)
-        return 0
+        return 0 if "LOCAL_RANK" in os.environ else REQUEUE_EXIT_CODE
