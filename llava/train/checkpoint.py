@@ -234,16 +234,15 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
-    """About how many bytes a `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    elements = sum(full_shape(p).numel() for p in trained)
-    weights = sum(full_shape(p).numel() * p.element_size() for p in trained)
+    """Bytes of a `checkpoint-N`: weights, moments, fp32 masters, and DeepSpeed's own copy of the weights."""
+    trained = [(full_shape(p).numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+    elements, weights = sum(n for n, _ in trained), sum(n * size for n, size in trained)
     whole = weights if trains_adapter_only(model) or has_lora(model) else model_bytes(model)
-    per_element = 2 if "8bit" in str(args.optim) else 8
+    moments = (2 if "8bit" in str(args.optim) else 8) * elements
     if not args.deepspeed:
-        return whole + per_element * elements
-    module = 0 if args.hf_deepspeed_config.is_zero3() else model_bytes(model)
-    return whole + module + (per_element + 4) * elements
+        return whole + moments + 4 * sum(n for n, size in trained if size < 4)
+    copy = model_bytes(model) - (weights if args.hf_deepspeed_config.is_zero3() else 0)  # ZeRO-3: of what is frozen
+    return whole + copy + moments + 4 * elements
 
 
 def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> None:
