@@ -203,7 +203,7 @@ def run_configuration(
         "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),
-        "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+        "adapter": settings["adapter_file"],
         "order": order_digest(sample_order(dataset, training_args)),
         "initial_weights": weights_digests(model, training_args.process_index == 0),
         **software(),
