@@ -15,8 +15,6 @@ import json
 import logging
 import math
 import os
-from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,20 +378,21 @@ def resolve_auto(argv: list[str]) -> list[str]:
     whole = choice.zero in ("", ZERO_2) and not choice.recomputes
     compiles = whole and not args.use_liger_kernel and can_compile(model, args)
     compiled = ["--compile_layers", "True"] if compiles else []
-    zero = ["--deepspeed", choice.zero]
     cap = ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
     if args.process_index == 0:
-        recomputed = "with layers recomputed" if choice.recomputes else "without recomputation"
+        zero = f"--deepspeed {choice.zero}" if choice.zero else "no DeepSpeed"
         print(
-            f"--deepspeed auto: {' '.join([choice.zero or 'no DeepSpeed', *cap, *compiled])}, which takes "
-            f"{choice.needed / 2**30:.2f} of {budget / 2**30:.2f} usable GiB {recomputed}, by estimate",
+            f"--deepspeed auto: {' '.join([zero, *cap, *compiled])}, which takes {choice.needed / 2**30:.2f} of "
+            f"{budget / 2**30:.2f} usable GiB with{'' if choice.recomputes else 'out'} recomputation, by estimate",
             flush=True,
         )
-    return [*compiled, *argv, *zero, *cap]
+    return [*compiled, *argv, "--deepspeed", choice.zero, *cap]
 
 
 def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
-    """What fits into `budget` bytes of each device, the first of `_candidates`; the last of them if none does.
+    """The first candidate that fits into `budget` bytes of each device; the last, which saves most, if none does.
+
+    A micro-batch is as large as fits without recomputation; with it, as large as the longest sample.
 
     Args:
         model: the model with `requires_grad` set; it needs no weights.
@@ -401,36 +400,19 @@ def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | 
         budget: bytes that a rank may take.
         tokens: of the largest micro-batch; None chooses them, at least those of the longest sample.
     """
-    choice = None
-    for zero, sizes, recomputes in _candidates(args, tokens):
-
-        def made(size: int, zero: str = zero, recomputes: bool = recomputes) -> Choice:
-            estimate = estimate_under(zero, model, args, size)
-            plan = plan_checkpointing(AUTO if recomputes else False, estimate, budget)
-            return Choice(zero, size, recomputes, estimate.total(plan))
-
-        # Sizes fall, and fewer tokens need less.
-        first = bisect_left(sizes, True, key=lambda size, made=made: made(size).needed <= budget)
-        choice = made(sizes[min(first, len(sizes) - 1)])
+    longest, several = args.model_max_length, args.world_size > 1
+    sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)
+    candidates = [(ZERO_2 if several else "", size, False) for size in sizes]
+    candidates.append((ZERO_3 if several else "", tokens or longest, True))
+    if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
+        candidates.append((OFFLOAD, tokens or longest, True))
+    for zero, size, recomputes in candidates:
+        estimate = estimate_under(zero, model, args, size)
+        plan = plan_checkpointing(AUTO if recomputes else False, estimate, budget)
+        choice = Choice(zero, size, recomputes, estimate.total(plan))
         if choice.needed <= budget:
             break
-    assert choice is not None
     return choice
-
-
-def _candidates(args: Any, tokens: int | None) -> Iterator[tuple[str, range | list[int], bool]]:
-    """Files of DeepSpeed, sizes of a micro-batch and whether layers may recompute, the best first.
-
-    A micro-batch is as large as fits without recomputation; with it, as large as the longest sample.
-    """
-    longest = args.model_max_length
-    sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)
-    shortest = [tokens or longest]
-    several = args.world_size > 1
-    yield ZERO_2 if several else "", sizes, False
-    yield ZERO_3 if several else "", shortest, True
-    if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
-        yield OFFLOAD, shortest, True
 
 
 def estimate_under(zero: str, model: LlavaMetaForCausalLM, args: Any, tokens: int) -> MemoryEstimate:
