@@ -72,7 +72,7 @@ def build(recipe: Recipe, flags: dict[str, str]) -> Any:
         parts = {ADAPTER, LANGUAGE_MODEL}
         add_lora(model, int(flags["lora_r"]), int(flags["lora_alpha"]), 0.05, "none", torch.bfloat16)
     set_trainable(model, frozenset(parts))
-    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    model.config._attn_implementation = "flash_attention_2"
     return model
 
 

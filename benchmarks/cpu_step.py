@@ -81,7 +81,7 @@ def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
     model = build_llava(PRESETS["demo"], torch.device("cpu"), DTYPES[arm], use_cache=False)
     set_trainable(model, frozenset(PARTS))
     model.get_model().mm_projector.float()
-    model.padding_free, model.lm_head.loss_head = True, "auto"
+    model.padding_free = True
     model.config._attn_implementation = packed_attention(None, torch.device("cpu"), DTYPES[arm])
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = MasterWeights(parameters) if arm == MASTERS else None

@@ -144,13 +144,13 @@ def test_rows(report: Path) -> list[dict[str, Any]]:
 def step(setting: Setting, stage: int) -> None:
     """The arms of benchmarks/train_step.py at the recipe's micro-batches."""
     options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2]
-    tiny = ["--quick", "--micro-batch-tokens", 512, "--arms", "packed", "padded_plain", "packed_sdpa", "no_norm"]
+    tiny = ["--quick", "--micro-batch-tokens", 512, "--arms", "packed", "padded", "packed_sdpa", "no_norm"]
     step_rows(setting, ["--stages", stage, *(tiny if setting.cpu else options)])
 
 
 def mfu(setting: Setting) -> None:
     """MFU over the size of the micro-batch, and its figure."""
-    from llava.model.loss import has_liger
+    from llava.train.liger import has_liger
 
     # Besides PyTorch's own kernels, what a recipe chooses where Liger is installed and no ZeRO-3 splits the tower.
     arms = ["--arms", "packed", *["liger_compiled_tower"] * (has_liger() and not setting.cpu)]

@@ -205,7 +205,7 @@ def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
     for layers in range(full, 0, -1):
         model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)
         set_trainable(model, frozenset(STAGES[stage]))
-        model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+        model.config._attn_implementation = "flash_attention_2"
         options = arguments(config, 1)
         fit_zero(model, options)  # the buckets' sizes
         estimate = estimate_memory(model, options, CAPS[shapes, stage])

@@ -1,4 +1,4 @@
-"""Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, chunks of rows, Liger.
+"""Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, chunks of rows.
 
 Every variant computes the same loss and gradients; the script compares the losses before it reports. Each variant runs
 in its own process, because peak memory is counted per process.
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.common import add_result_flags, result_folder, run_json, spread, write_result
-from llava.model.loss import chunked_loss, liger_loss, plain_loss
+from llava.model.loss import chunked_loss
 from llava.utils.commands import Parser, whole
 
 
@@ -23,7 +23,7 @@ def all_rows_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=-100, reduction="sum")
 
 
-VARIANTS = {"all_rows": None, "supervised_rows": plain_loss, "chunked": chunked_loss, "liger": liger_loss}
+VARIANTS = {"all_rows": all_rows_loss, "supervised_rows": all_rows_loss, "chunked": chunked_loss}
 
 
 def main() -> None:
@@ -46,11 +46,10 @@ def main() -> None:
         variant, vocabulary = args.one.split(":")
         print(json.dumps(measure(variant, int(vocabulary), args)))
         return
-    variants = [name for name in VARIANTS if name != "liger" or torch.cuda.is_available()]
     rows = []
     for vocabulary in args.vocabularies:
         measured = {}
-        for variant in variants:
+        for variant in VARIANTS:
             command = [sys.executable, "-m", "benchmarks.loss_head", "--one", f"{variant}:{vocabulary}"]
             command += [*sys.argv[1:]]
             measured[variant] = run_json(command)

@@ -68,7 +68,7 @@ def build(name: str, stage: int) -> Any:
     if tied:
         model.tie_weights()
     set_trainable(model, frozenset(STAGES[stage]))
-    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    model.config._attn_implementation = "flash_attention_2"
     return model
 
 

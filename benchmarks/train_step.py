@@ -31,10 +31,9 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
-from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
-from llava.train.kernels import apply_liger, compile_layers, compile_tower
+from llava.train.kernels import apply_liger, compile_layers, compile_tower, has_liger
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
@@ -55,7 +54,6 @@ class Arm:
     name: str
     padding_free: bool = True
     backend: str | None = None
-    loss_head: str = "auto"
     norm: str = "gwc_layernorm"
     layers: str = PLAIN
 
@@ -127,16 +125,12 @@ def main() -> int:
 
 
 def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
-    """The reference first; every other arm differs from it in one thing, except `padded_plain`, upstream's way."""
+    """The reference first; every other arm differs from it in one thing."""
     arms = [Arm("packed"), Arm("padded", padding_free=False, backend="sdpa")]
-    arms += [Arm("padded_plain", padding_free=False, backend="sdpa", loss_head="plain")]
     fastest = packed_attention(None, device, dtype)
     others = [name for name in backends(device, dtype) if name != fastest]
     arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
-    arms += [Arm("plain_loss", loss_head="plain")]
     liger = device.type == "cuda" and has_liger()
-    if liger:
-        arms += [Arm("liger_loss", loss_head="liger")]
     arms += [Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm"), Arm("compiled", layers=COMPILED)]
     return arms + [Arm(layers, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER) if liger]
 
@@ -252,7 +246,7 @@ class Bench:
         model = self.model
         model.get_model().mm_projector = self.projectors[arm.norm]
         set_trainable(model, frozenset(STAGES[self.stage]))
-        model.padding_free, model.lm_head.loss_head = arm.padding_free, arm.loss_head
+        model.padding_free = arm.padding_free
         compiled = self.layers == COMPILED
         fastest = packed_attention(None, self.device, self.dtype, compiled=compiled)
         model.config._attn_implementation = arm.backend or fastest
@@ -383,7 +377,7 @@ def row(
         line |= {"mfu": tflops / peak}
     if bench.device.type == "cuda":
         line |= {name: facts[name] for name in ("peak_gib", "estimate_gib", "syncs", "library_syncs")}
-    return show(line | {"loss": facts["loss"], "speed_over_padded_plain": None})
+    return show(line | {"loss": facts["loss"], "speed_over_padded": None})
 
 
 def show(line: dict[str, Any]) -> dict[str, Any]:
@@ -400,19 +394,19 @@ def show(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
-    """The rows with their speed over `padded_plain`; a row fails if its loss is not that of the first with its norm."""
+    """The rows with their speed over `padded`; a row fails if its loss is not that of the first with its norm."""
     checked = []
     for line in rows:
         same = [r for r in rows if "failed" not in r and _case(r) == _case(line)]
         first = next((r["loss"] for r in same if r["norm"] == line["norm"]), None)
-        slow = next((r["seconds"] for r in same if r["arm"] == "padded_plain"), None)
+        slow = next((r["seconds"] for r in same if r["arm"] == "padded"), None)
         if "failed" in line:
             checked.append(line)
         elif not abs(line["loss"] - first) <= tolerance * abs(first):
             short = {name: line[name] for name in ("stage", "arm", "micro_batch_tokens", "norm")}
             checked.append(short | {"failed": f"its loss is {line['loss']:.6g}, expected {first:.6g}"})
         else:
-            checked.append(line | {"speed_over_padded_plain": slow / line["seconds"] if slow else None})
+            checked.append(line | {"speed_over_padded": slow / line["seconds"] if slow else None})
     return checked
 
 

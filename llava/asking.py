@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
+from torch.nn import functional as F
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
@@ -28,7 +29,6 @@ from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.loss import LossTally
 from llava.utils.pixels import upright
 from llava.utils.progress import in_terminal
 
@@ -78,20 +78,16 @@ class Assistant(NamedTuple):
         return upright(picture, self.image_orientation)
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
-        """Length of the prompt that `prompt_ids` gives, once its pictures are visual tokens.
-
-        Args:
-            turns: see `prompt_ids`.
-            sizes: width and height of the pictures.
-
-        Raises:
-            ValueError: see `prompt_ids`.
-        """
+        """Length of the prompt of `prompt_ids`, with visual tokens of pictures of these sizes."""
         return self._length(self._ids(turns), sizes)
 
     def _length(self, ids: torch.Tensor, sizes: Sequence[Size]) -> int:
-        num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-        length = expanded_length(len(ids), num_images, self._visual_tokens(sizes, num_images))
+        num_images, visual_tokens = int((ids == IMAGE_TOKEN_INDEX).sum()), 1
+        if self.model.get_vision_tower() is not None:
+            rules, alone = self.model.crop_rules(), len(sizes) == num_images == 1
+            # `anyres` cuts a picture only where it is the prompt's only one.
+            visual_tokens = rules.visual_tokens(rules.picture(sizes[0]) if alone else Picture())
+        length = expanded_length(len(ids), num_images, visual_tokens)
         if length > (limit := context_length(self.model.config)):
             raise ValueError(
                 f"the conversation has {length} tokens with its pictures, more than the {limit} of "
@@ -103,23 +99,12 @@ class Assistant(NamedTuple):
         tags = getattr(self.model.config, "mm_use_im_start_end", False)
         return generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
 
-    def _visual_tokens(self, sizes: Sequence[Size], num_images: int) -> int:
-        """Visual tokens of each image of a prompt; `anyres` cuts a picture only where it is the prompt's only one."""
-        if self.model.get_vision_tower() is None:
-            return 1
-        rules = self.model.crop_rules()
-        alone = len(sizes) == num_images == 1
-        return rules.visual_tokens(rules.picture(sizes[0]) if alone else Picture())
-
     def prompt_text(self, turns: list[dict[str, str]]) -> str:
         """The prompt as text."""
-        chunks: list[list[int]] = [[]]
-        for token in self.prompt_ids(turns).tolist():
-            if token == IMAGE_TOKEN_INDEX:
-                chunks.append([])
-            else:
-                chunks[-1].append(token)
-        return DEFAULT_IMAGE_TOKEN.join(str(self.tokenizer.decode(chunk)) for chunk in chunks)
+        ids = self.prompt_ids(turns)
+        chunks = ids.tensor_split((ids == IMAGE_TOKEN_INDEX).nonzero()[:, 0])
+        texts = [str(self.tokenizer.decode(chunk[chunk != IMAGE_TOKEN_INDEX])) for chunk in chunks]
+        return DEFAULT_IMAGE_TOKEN.join(texts)
 
     @torch.no_grad()  # not inference mode: a model in training needs what it keeps from here in its next step
     def answer(
@@ -185,28 +170,23 @@ class Assistant(NamedTuple):
         mask, labels = batch["attention_mask"].to(device), batch["labels"].to(device)
         sizes = [picture.size for picture in pictures] or None
         layout, crops = self.model.lay_out(batch["input_ids"].to(device), mask, labels, images or None, sizes, "right")
-        head, tally = self.model.lm_head, LossTally(len(tokens), device)
-        tally.rows = (layout.predicting // layout.source.shape[1]).int()
-        before, head.tally = (head.loss_head, head.tally), tally
-        head.loss_head = "plain"  # Liger's kernel returns only the sum
-        try:
-            self.model(labels=labels, layout=layout, images=crops, loss_only=True)
-        finally:
-            head.loss_head, head.tally = before
-        losses, finite = tally.sums.tolist()
-        expected = torch.bincount(tally.rows, minlength=len(tokens)).tolist()
-        if finite != expected:
+        states = self.model.get_model()(
+            inputs_embeds=self.model.splice(layout, crops),
+            attention_mask=layout.attention_mask,
+            position_ids=layout.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # [B, S, D]
+        logits = self.model.lm_head(states.flatten(0, 1)[layout.predicting]).float()  # [R, C]
+        losses = F.cross_entropy(logits, layout.targets, reduction="none").double()  # [R]
+        if not losses.isfinite().all():
             raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
-        return [-loss for loss in losses]
+        sums = losses.new_zeros(len(tokens)).index_add_(0, layout.predicting // states.shape[1], losses)  # [B]
+        return (-sums).tolist()
 
     def _pixels(
         self, pictures: Sequence[Image.Image], counts: list[int]
     ) -> tuple[list[Image.Image], list[list[Image.Image]], list[torch.Tensor]]:
-        """The pictures as the checkpoint sees them, those of each conversation, and their pixels.
-
-        Args:
-            counts: number of pictures of each conversation.
-        """
+        """The pictures as the checkpoint sees them, those of each conversation (by `counts`), and their pixels."""
         if pictures and self.image_processor is None:
             raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
         pictures = [self.upright(picture) for picture in pictures]
@@ -225,18 +205,10 @@ def batch_answers(
     stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Iterator[dict[int, str]]:
-    """Yields the answers of one batch after another, keyed by the index of their question.
+    """Yields the answers of one batch after another, keyed by the index of their question; see `Assistant.answer`.
 
     Questions of similar length share a batch, so that it has little padding. The longest come first, so that a batch
-    that does not fit into memory fails at once.
-
-    Args:
-        open_picture: opens an entry of `Asked.pictures`.
-        stop: called before every batch; True ends the iteration.
-        options: options of `generate`.
-
-    Raises:
-        ValueError: see `Assistant.answer`.
+    that does not fit into memory fails at once. `stop` is called before every batch; True ends the iteration.
     """
     lengths = [assistant.prompt_length(question.turns) for question in questions]
     order = sorted(range(len(questions)), key=lambda i: -lengths[i])
@@ -258,11 +230,7 @@ def pictures_of_each(pictures: Sequence[Image.Image], counts: list[int]) -> list
 def load_assistant(
     model_path: str, model_base: str | None = None, conv_mode: str | None = None, **options: Any
 ) -> Assistant:
-    """Loads a checkpoint to ask it questions.
-
-    Args:
-        model_path, model_base, options: of `load_pretrained_model`.
-        conv_mode: a template's name; None takes the one in the checkpoint's config.
+    """Loads a checkpoint by `load_pretrained_model` to ask it questions, in the template that `choose_template` gives.
 
     Raises:
         ValueError: there is no such checkpoint, or its config names no template.
@@ -318,24 +286,26 @@ def is_captioner(template: Conversation) -> bool:
 
 
 def load_picture(source: str, called: str = "--image-file") -> Image.Image:
-    """The picture at a path or http(s) address.
-
-    Args:
-        called: what the caller names it by, for messages.
+    """The picture at a path or http(s) address, which messages call `called`.
 
     Raises:
         ValueError: see `read_picture`; nothing can be downloaded.
     """
     called = f"{called} {source}"
-    remote = source.startswith(("http://", "https://"))
-    return read_picture(_download(source, called) if remote else source, called)
+    if not source.startswith(("http://", "https://")):
+        return read_picture(source, called)
+    # Some servers refuse the library's own name.
+    request = urllib.request.Request(source, headers={"User-Agent": "Mozilla/5.0 (llava)"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            content = io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _unreadable(called, error) from error
+    return read_picture(content, called)
 
 
 def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
     """The picture in a file or its bytes, checked as training checks its pictures; nothing is ever downloaded.
-
-    Args:
-        called: what messages call it.
 
     Raises:
         ValueError: it is missing, or not a picture; the message names it.
@@ -348,16 +318,6 @@ def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(f"{called}: not a picture in a format that Pillow reads") from None
     except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise _unreadable(called, error) from error
-
-
-def _download(address: str, called: str) -> io.BytesIO:
-    try:
-        # Some servers refuse the library's own name.
-        request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (llava)"})
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off
-    except (OSError, ValueError, http.client.HTTPException) as error:
         raise _unreadable(called, error) from error
 
 

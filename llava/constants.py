@@ -1,7 +1,5 @@
 """Token names and indices that scripts, checkpoints and evaluation clients of the LLaVA family share."""
 
-from typing import Literal
-
 IGNORE_INDEX = -100
 """Label of a position that the loss ignores."""
 
@@ -17,9 +15,6 @@ IMAGE_PLACEHOLDER = "<image-placeholder>"
 MAX_ASPECT_RATIO = 100.0
 """Longer side over shorter side of a picture. A few bytes can name a picture of one pixel by millions, and resizing its
 shorter side to a tower's, or padding it to a square, would take all memory."""
-
-LossHead = Literal["auto", "liger", "chunked", "plain"]
-"""Ways to compute the loss over supervised rows."""
 
 CONTROLLER_HEART_BEAT_EXPIRATION = 30
 """Seconds without a heartbeat after which LLaVA's controller drops a worker."""

@@ -39,7 +39,7 @@ def register_tower(tower: type[VisionTower]) -> None:
     _add("tower", TOWERS, tower.config_class.model_type, tower)
 
 
-def register_family(family: families.Family) -> None:
+def register_family(family: families.Decoder) -> None:
     """Adds a family of decoders; CONTRIBUTING.md says what a decoder must be like."""
     if family.config.model_type in families.MODEL_CLASSES:
         raise ValueError(f"the decoder {family.config.model_type!r} exists already")
@@ -47,7 +47,7 @@ def register_family(family: families.Family) -> None:
     _add("decoder", families.LLAVA_CLASSES, family.model_type, classes)
     vars(families).update({cls.__name__: cls for cls in classes})  # pickle finds classes by name
     families.MODEL_CLASSES.update(dict.fromkeys((family.model_type, family.config.model_type), classes.causal_lm))
-    families.FAMILIES.append(family)
+    families.DECODERS.append(family)
 
 
 def register_optimizer(name: str, build: Callable[[list[dict], TrainingArguments], optim.Optimizer]) -> None:

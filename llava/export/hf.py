@@ -54,7 +54,7 @@ from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
 from llava.model.decoding import token_ids_alone, unused
 from llava.model.hf_folder import CARRIED, NEXT, ROWS, STOCK, WITH_NORM, hf_names
-from llava.model.language_model.families import family_of
+from llava.model.language_model.families import decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import Siglip2VisionTower, VisionTower
@@ -305,7 +305,7 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
     """
     config, tower = model.config, model.get_vision_tower()
     assert tower is not None  # `exportable_config` refuses models without one
-    family = family_of(config)
+    family = decoder_of(config)
     ours = config.to_diff_dict()  # with the fields that transformers 4 reads
     carried = {k: v for k, v in ours.items() if k.startswith(CARRIED)}
     text = {k: v for k, v in ours.items() if k not in carried}

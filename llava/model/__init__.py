@@ -4,26 +4,14 @@ The classes are imported, and registered with Transformers, on first access: cod
 projector norms does not wait for Transformers' models.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from llava.model.language_model.llava_llama import LlavaLlamaConfig, LlavaLlamaForCausalLM
-    from llava.model.language_model.llava_mistral import LlavaMistralConfig, LlavaMistralForCausalLM
-    from llava.model.language_model.llava_qwen import LlavaQwenConfig, LlavaQwenForCausalLM
-
-__all__ = [
-    "LlavaLlamaConfig",
-    "LlavaLlamaForCausalLM",
-    "LlavaMistralConfig",
-    "LlavaMistralForCausalLM",
-    "LlavaQwenConfig",
-    "LlavaQwenForCausalLM",
-]
+_EXPORTED = [f"Llava{name}{suffix}" for name in ("Llama", "Mistral", "Qwen") for suffix in ("Config", "ForCausalLM")]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _EXPORTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from llava.model.language_model import llava_llama, llava_mistral, llava_qwen
+    from llava.model.language_model import families
 
-    return next(getattr(module, name) for module in (llava_llama, llava_mistral, llava_qwen) if hasattr(module, name))
+    return getattr(families, name)

@@ -32,12 +32,8 @@ PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # Arguments that decoders pass to attention and that do not change what a token sees, given the samples' boundaries.
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"} | {
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-}
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"}
+_WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> str:
@@ -56,42 +52,32 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
             f"--attn_implementation {SEGMENTS} with --compile_layers True: would be recompiled for every batch's "
             "lengths; leave it out, or pass sdpa"
         )
-    if requested is not None:
-        if requested not in PACKED_BACKENDS:
-            raise ValueError(
-                f"--attn_implementation {requested}: cannot keep packed samples apart; expected one of "
-                f"{', '.join(PACKED_BACKENDS)}, or --padding_free False"
-            )
-        logger.info("attention over packed samples: %s, as requested", requested)
-        return requested
-    chosen, advice = _fastest(device, dtype, compiled)
-    logger.info("attention over packed samples: %s%s", chosen, f" ({advice})" if advice else "")
+    if requested is not None and requested not in PACKED_BACKENDS:
+        raise ValueError(
+            f"--attn_implementation {requested}: cannot keep packed samples apart; expected one of "
+            f"{', '.join(PACKED_BACKENDS)}, or --padding_free False"
+        )
+    chosen = requested or _fastest(device, dtype, compiled)
+    logger.info("attention over packed samples: %s", chosen)
     return chosen
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[str, str]:
-    """The chosen backend and how to get a faster one."""
+def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
     if device.type != "cuda":
-        if compiled:
-            return "sdpa", f"with a mask over all pairs of tokens; without --compile_layers {SEGMENTS} does without it"
-        return SEGMENTS, "the fastest without a GPU"
+        return "sdpa" if compiled else SEGMENTS
     half = dtype in (torch.float16, torch.bfloat16)
     if half and (flash := installed_flash()):
-        return flash, ""
+        return flash
     if half and torch.cuda.get_device_capability() >= (8, 0):
-        return VARLEN, "EXTRAS=train,flash bash scripts/setup.sh installs FlashAttention, which may be faster"
+        return VARLEN
     reason = f"needs an NVIDIA GPU from Ampere on{'' if half else ' and --bf16 True'}"
     if compiled:
         raise ValueError(
             f"--compile_layers True: attention over packed samples {reason}; leave the flag out, or pass "
             "--attn_implementation sdpa, whose mask covers all pairs of a batch's tokens"
         )
-    logger.warning(
-        "attention over packed samples in one kernel %s; here each layer calls one per sample, which is slower the "
-        "shorter the samples are",
-        reason,
-    )
-    return SEGMENTS, ""
+    logger.warning("attention over packed samples in one kernel %s; here each layer calls one per sample", reason)
+    return SEGMENTS
 
 
 def installed_flash() -> str | None:
@@ -140,11 +126,7 @@ def segments_attention(
         segment_lengths: tokens of each sample; None for padded batches and generation, where the library's SDPA runs.
         sliding_window: number of keys that a query sees, its own included; None for all up to its own.
 
-    Returns:
-        ([1, T, H, C], None), as the library's attention functions do.
-
-    Raises:
-        ValueError: the decoder's attention needs something that this backend lacks.
+    Returns ([1, T, H, C], None), as the library's attention functions do. Raises ValueError for what it lacks.
     """
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -197,10 +179,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16).
 
-    Shapes as in `segments_attention`; `cu_seq_lens_q` are the samples' boundaries in the row.
-
-    Raises:
-        ValueError: the model has attention dropout, or needs something else that this kernel lacks.
+    Shapes as in `segments_attention`; `cu_seq_lens_q` are the samples' boundaries in the row. Raises ValueError for
+    attention dropout, or what else it lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -208,20 +188,13 @@ def varlen_attention(
     if dropout:
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     # Under autocast the rotary positions, which are fp32, make queries and keys fp32; the kernel needs one half type.
-    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPS else {}
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
-        **groups,
-    )
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # [T, H or K, C]
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before the query's own, and after it
+    options: dict[str, Any] = {"scale": scaling, "window_size": window}
+    if NAMES_GROUPS:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    samples = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    output = varlen_attn(query, key, value, *samples, **options)  # [T, H, C]
     assert isinstance(output, torch.Tensor)  # a tuple only if more outputs are requested
     return output[None], None
 

@@ -11,7 +11,7 @@ from llava.mm_utils import load_tokenizer
 from llava.model.context import context_length
 from llava.model.decoding import other_settings, read_generation_config, token_ids_alone
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
-from llava.model.language_model.families import MODEL_CLASSES, family_of
+from llava.model.language_model.families import MODEL_CLASSES, decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
@@ -52,7 +52,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
         named = [classes[name] for name in fields.get("architectures") or () if name in classes]
         config_class = named[0].config_class if named else config_class
     # The plain class reads the fields first, so that its own defaults and migrations apply to a plain language model.
-    plain_class = family_of(config_class).config
+    plain_class = decoder_of(config_class).config
     fields = (plain_class if model_type == plain_class.model_type else config_class).from_dict(fields).to_dict()
     return config_class.from_dict({k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
 
@@ -132,17 +132,13 @@ def load_pretrained_model(
     Args:
         model_path: a checkpoint folder or hub id; with `model_base` a LoRA folder, or a stage-1 folder that holds
             `mm_projector.bin`. LoRA is recognised by its `adapter_config.json` and merged, unless quantised.
-        model_base: the model that a LoRA or stage-1 folder was trained on, or None. For a LoRA, None takes the model
-            that the folder records.
-        model_name: accepted for LLaVA's callers; the files decide what is built.
+        model_base: the model that a LoRA or stage-1 folder was trained on; None takes the one that a LoRA records.
+        model_name, multimodal: accepted for LLaVA's and LLaVA-NeXT's callers; the files decide what is built.
         load_8bit, load_4bit: quantise with bitsandbytes.
         device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
-        attn_implementation: the decoder's attention, as the library names it.
+        attn_implementation, use_flash_attn: the decoder's attention, as the library names it; or FlashAttention 2.
         torch_dtype: type of the weights; by default the checkpoint's own on an accelerator and fp32 on a CPU.
-        customized_config, overwrite_config: a config (or its file) to use instead of the checkpoint's, and fields to
-            change in it.
-        multimodal: accepted for LLaVA-NeXT's callers.
-        use_flash_attn: FlashAttention 2, unless `attn_implementation` names another.
+        customized_config, overwrite_config: a config (or its file) instead of the checkpoint's, and fields to change.
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -150,10 +146,9 @@ def load_pretrained_model(
     """
     on_cpu = not torch.accelerator.is_available() or str(device or "").startswith("cpu")
     options = dict(kwargs)
-    options["device_map"] = (
-        {"": "cpu"} if on_cpu else {"": device} if device_map in (None, "auto") and device else device_map
-    )
-    options["dtype"] = _dtype(torch_dtype, torch.float32 if on_cpu else "auto")
+    place = "cpu" if on_cpu else device if device_map in (None, "auto") else None
+    options["device_map"] = {"": place} if place else device_map
+    options["dtype"] = _dtype(torch_dtype or (torch.float32 if on_cpu else "auto"))
     if use_flash_attn or attn_implementation:
         options["attn_implementation"] = attn_implementation or "flash_attention_2"
     if load_8bit or load_4bit:
@@ -174,8 +169,7 @@ def load_pretrained_model(
     model.eval()
 
     tokenizer = load_tokenizer(model_base or model_path)
-    tower = model.get_vision_tower()
-    image_processor = None
+    tower, image_processor = model.get_vision_tower(), None
     if tower is not None:
         own = [p for p in (model_path, model_base) if p and has_image_processor(p)]
         image_processor = load_image_processor([*own, config.mm_vision_tower][0], tower)
@@ -223,9 +217,7 @@ def _load_on_base(
     return apply_lora(model, model_path, merge="quantization_config" not in options) if is_lora else model
 
 
-def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> str | torch.dtype:
-    if requested is None:
-        return default
+def _dtype(requested: str | torch.dtype) -> str | torch.dtype:
     if isinstance(requested, torch.dtype) or requested == "auto":
         return requested
     dtype = getattr(torch, requested, None)
@@ -249,13 +241,11 @@ def quantization_config(
         raise ImportError(
             "--bits 4 / 8 and load_4bit / load_8bit need the package bitsandbytes: pip install bitsandbytes"
         )
-    skip = ["mm_projector", "vision_tower", "lm_head"]
-    if bits == 4:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_compute_dtype=compute_dtype,
-            bnb_4bit_use_double_quant=double_quant,
-            bnb_4bit_quant_type=quant_type,
-            llm_int8_skip_modules=skip,
-        )
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+    return BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        llm_int8_skip_modules=["mm_projector", "vision_tower", "lm_head"],
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_quant_type=quant_type,
+    )

@@ -1,4 +1,4 @@
-"""LoRA on the linear layers of decoder and tower: PEFT's adapters in place, and the files of a LoRA folder.
+"""LoRA on the linear layers of the decoder: PEFT's adapters in place, and the files of a LoRA folder.
 
 A LoRA folder holds PEFT's `adapter_config.json` and `adapter_model.safetensors`, LLaVA's `non_lora_trainables.bin` (the
 projector with its norm, and the vision tower if it was trained in full), `config.json`, tokenizer and image processor.
@@ -23,8 +23,7 @@ from llava.model.zero3 import full_state_dict, gathered
 
 NON_LORA_FILE = "non_lora_trainables.bin"
 _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
-# Tower layers have the names of decoder layers (q_proj, ...). Where only the decoder is adapted, PEFT must adapt no
-# tower layer, neither here nor where others load the folder.
+# Tower layers have the names of decoder layers (q_proj, ...), and PEFT must adapt none, here or where others load.
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 
 
@@ -42,25 +41,19 @@ def lora_config_file(folder_or_id: str) -> str | None:
 
 
 def recorded_base(folder_or_id: str) -> str:
-    """The model that a LoRA was trained on, as its `adapter_config.json` says: a folder that exists, or a hub id.
+    """The model that a LoRA was trained on, as its `adapter_config.json` says.
 
     Raises:
         ValueError: it names none, or a folder that is not on this machine.
     """
     file = lora_config_file(folder_or_id)
     base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
-    if base and (Path(base).exists() or not _is_path(base)):
-        return base
-    recorded = f"{base}, which does not exist" if base else "none"
-    raise ValueError(
-        f"{folder_or_id}/adapter_config.json: base_model_name_or_path is {recorded}; pass the model that the LoRA was "
-        "trained on as --model-base"
-    )
-
-
-def _is_path(path_or_id: str) -> bool:
-    # A hub id is `name` or `owner/name`.
-    return path_or_id.startswith((".", "~", os.sep)) or path_or_id.count("/") > 1
+    if not base or (os.path.isabs(base) and not os.path.exists(base)):
+        raise ValueError(
+            f"{folder_or_id}/adapter_config.json: base_model_name_or_path is {base}, which is not here; pass the model "
+            "that the LoRA was trained on as --model-base"
+        )
+    return base
 
 
 def adapter_dtype(folder_or_id: str) -> torch.dtype:
@@ -79,7 +72,7 @@ def add_lora(
 ) -> None:
     """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
 
-    As in LLaVA, the LM head and the projector get no adapters, and by default neither does the vision tower.
+    As in LLaVA, LM head, projector and vision tower get no adapters.
 
     Args:
         model: the model, with its vision tower.
@@ -138,7 +131,7 @@ def save_non_lora(model: LlavaMetaForCausalLM, output_dir: str | Path, is_main_p
     """
     decoder = model.get_model()
     state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
-    if any(p.requires_grad and not is_adapter(name) for name, p in decoder.vision_tower.named_parameters()):
+    if any(p.requires_grad for p in decoder.vision_tower.parameters()):
         tower = full_state_dict(decoder.vision_tower)
         state_dict |= {f"model.vision_tower.{name}": tensor for name, tensor in tower.items()}
     state_dict = {_PREFIX + name: tensor for name, tensor in state_dict.items()}
@@ -207,8 +200,9 @@ def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> L
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True
-    if not isinstance(config.target_modules, str):  # our patterns name the layers in full
-        config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files lack this
+    if isinstance(config.target_modules, str) or config.use_dora:
+        raise ValueError(f"{folder_or_id}: adapters of the vision tower, or DoRA's; only commit 382b45f can load them")
+    config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files lack this
     adapted = peft.get_peft_model(model, config)
     load_adapters(model, folder_or_id)
     return adapted.merge_and_unload(safe_merge=True) if merge else adapted.get_base_model()

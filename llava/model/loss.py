@@ -4,17 +4,11 @@ Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 """
 
 import math
-from functools import cache
-from importlib import metadata
 
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 
-from llava.constants import IGNORE_INDEX, LossHead
-
-LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
 # Logits that exist at once. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows per
 # chunk (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
 _CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**27}
@@ -26,9 +20,7 @@ class LMHead(nn.Linear):
     It is called as a module in both cases, so that ZeRO-3 gathers its weight.
     """
 
-    loss_head: LossHead = "plain"
     logits_scaling: float = 1.0  # Granite divides its logits
-    tally: "LossTally | None" = None  # gets every row's loss, except from Liger's kernel, which returns only the sum
 
     # pyrefly: ignore[bad-override]  # callers pass the hidden states by position
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,36 +30,7 @@ class LMHead(nn.Linear):
             return logits if self.logits_scaling == 1 else logits / self.logits_scaling
         if self.logits_scaling != 1:
             hidden_states = hidden_states / self.logits_scaling
-        return _SUMMED_LOSS[self.loss_head](hidden_states, self.weight, targets, self.tally)
-
-
-class LossTally:
-    """Sums the losses of rows by the group that each row belongs to, on their device, so that the host never waits.
-
-    Args:
-        groups: number of groups.
-        device: the rows' device.
-    """
-
-    def __init__(self, groups: int, device: torch.device):
-        self.sums = torch.zeros(2, groups, dtype=torch.float64, device=device)  # losses, and numbers of finite ones
-        self.rows = torch.zeros(0, dtype=torch.int32, device=device)  # [R], the group of each row that follows
-
-    def add(self, start: int, losses: torch.Tensor) -> None:
-        """Adds the losses of the rows from `start` on; those that are not finite are skipped."""
-        losses = losses.detach().double()
-        finite = losses.isfinite()
-        values = torch.stack([losses.masked_fill(~finite, 0.0), finite.double()])
-        self.sums.index_add_(1, self.rows[start : start + len(losses)], values)
-
-
-@cache
-def has_liger() -> bool:
-    """Whether the package liger-kernel is installed and recent enough."""
-    try:
-        return Version(metadata.version("liger-kernel")) >= Version(LIGER_MINIMUM)
-    except metadata.PackageNotFoundError:
-        return False
+        return chunked_loss(hidden_states, self.weight, targets)
 
 
 def supervised_loss(
@@ -90,49 +53,19 @@ def supervised_loss(
         fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without targets it is 0 but still connected
         to the graph, so that every rank runs its backward pass.
     """
-    total = lm_head(hidden_states.flatten(0, 1).index_select(0, rows), targets)
-    return total / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
+    supervised = hidden_states.flatten(0, 1).index_select(0, rows)  # [R, D]
+    return lm_head(supervised, targets) / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
 
 
-def plain_loss(
-    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
-) -> torch.Tensor:
-    """Sum of cross-entropies, computed from all logits [R, C] at once."""
-    logits = F.linear(hidden_states, weight).float()
-    if tally is not None:
-        tally.add(0, F.cross_entropy(logits.detach(), targets, reduction="none"))
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
-def chunked_loss(
-    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
-) -> torch.Tensor:
+def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies in chunks of rows; gradients are computed on the way, logits are never kept."""
-    operands = _as_autocast(hidden_states, weight)
+    device = hidden_states.device.type
+    operands = [hidden_states, weight]
+    if torch.is_autocast_enabled(device):  # converted once instead of for every chunk
+        operands = [x.to(torch.get_autocast_dtype(device)) for x in operands]
     if not torch.is_grad_enabled():  # operands that require a gradient would otherwise get one computed here
         operands = [x.detach() for x in operands]
-    return _ChunkedLoss.apply(*operands, targets, tally)
-
-
-def liger_loss(
-    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
-) -> torch.Tensor:
-    """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
-
-    Liger takes about R / ceil(C / D) rows per chunk, a size chosen for all positions of a batch. With 1000 supervised
-    rows, C = 128k and D = 3072 that is 32 rows, and the weight is read 64 times. Liger also waits for the GPU twice.
-    This is why `auto` means `chunked`.
-    """
-    if not len(targets):  # the kernel divides by the number of rows
-        return plain_loss(hidden_states, weight, targets)
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    hidden_states, weight = _as_autocast(hidden_states, weight)
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        loss = liger_fused_linear_cross_entropy(
-            hidden_states, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32
-        )
-    return loss.float()
+    return _ChunkedLoss.apply(*operands, targets)
 
 
 def rows_at_a_time(rows: int, vocabulary: int, device: torch.device) -> int:
@@ -141,32 +74,21 @@ def rows_at_a_time(rows: int, vocabulary: int, device: torch.device) -> int:
     return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
 
-def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """A product's operands in the type that autocast gives them, converted once instead of for every chunk."""
-    device = tensors[0].device.type
-    return [x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x for x in tensors]
-
-
 class _ChunkedLoss(torch.autograd.Function):
     """d loss / d logits = softmax - one_hot is known in the forward pass, so that nothing of size C is saved."""
 
     @staticmethod
-    def forward(
-        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None
-    ) -> torch.Tensor:
-        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+    def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
-        hidden_grad = torch.zeros_like(hidden_states) if wants_hidden else None
-        weight_grad = None
+        hidden_grad = torch.zeros_like(hidden_states) if wants_hidden else None  # [R, D]
+        weight_grad = None  # [C, D]
         rows = rows_at_a_time(len(targets), len(weight), weight.device)
         with torch.autocast(hidden_states.device.type, enabled=False):
             for start in range(0, len(targets), rows):
                 chunk, target = hidden_states[start : start + rows], targets[start : start + rows, None]
-                log_probs = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=torch.float32)
-                target_log_probs = log_probs.gather(1, target)
-                total -= target_log_probs.sum()
-                if tally is not None:
-                    tally.add(start, -target_log_probs[:, 0])
+                log_probs = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=torch.float32)  # [rows, C]
+                total -= log_probs.gather(1, target).sum()
                 if not (wants_hidden or wants_weight):
                     continue
                 gradient = log_probs.exp_()
@@ -195,7 +117,4 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError("the chunked loss frees its gradients in its backward pass, which can run only once")
         gradients, ctx.gradients = ctx.gradients, None
         # In place: a second copy of the weight's gradient would be the largest tensor of the step.
-        return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None, None)
-
-
-_SUMMED_LOSS = {"auto": chunked_loss, "plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}
+        return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None)

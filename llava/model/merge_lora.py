@@ -15,20 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dtype: str | None = None) -> None:
-    """Writes the language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
-
-    Args:
-        model_path: LoRA folder or hub id.
-        model_base: the model that the LoRA was trained on; None takes the one recorded in `adapter_config.json`.
-        save_model_path: folder to write, which must be new or empty.
-        dtype: type of the written weights, one of `DTYPES`; None takes the adapters'.
+    """Writes a whole checkpoint; the arguments are the command's.
 
     Raises:
         ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
     import torch  # this and what follows take seconds
 
-    from llava.mm_utils import get_model_name_from_path, save_tokenizer
+    from llava.mm_utils import save_tokenizer
     from llava.model.builder import load_pretrained_model
     from llava.model.lora import adapter_dtype, lora_config_file
 
@@ -37,20 +31,15 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
     output = Path(save_model_path)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"--save-model-path {output}: exists and is not an empty folder; name another")
-    own_dtype = str(adapter_dtype(model_path)).removeprefix("torch.")
-    written = dtype or own_dtype
-    name = get_model_name_from_path(model_path)
-    tokenizer, model, image_processor, _ = load_pretrained_model(
-        model_path, model_base, name, device="cpu", torch_dtype=torch.float32
-    )
+    written = getattr(torch, dtype) if dtype else adapter_dtype(model_path)
+    options = {"device": "cpu", "torch_dtype": torch.float32}
+    tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, "", **options)
     assert image_processor is not None  # the model has a vision tower
-    model.to(getattr(torch, written)).save_pretrained(output)
+    model.to(written).save_pretrained(output)
     save_tokenizer(tokenizer, output)
     image_processor.save_pretrained(output)
-    rounding = "" if written == "float32" else "; rounding to it changes logits, --dtype float32 does not"
-    logger.info(
-        "merged checkpoint written to %s in %s (the adapters are %s)%s", output.absolute(), written, own_dtype, rounding
-    )
+    rounding = "" if written is torch.float32 else "; rounding to it changes logits, --dtype float32 does not"
+    logger.info("merged checkpoint written to %s in %s%s", output.absolute(), written, rounding)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -91,7 +91,6 @@ def build_model(
     set_trainable(model, parts)
     set_up_kernels(model, training_args)
     model.padding_free = training_args.padding_free
-    model.lm_head.loss_head = "chunked"
     record_choices(model, parts, model_args, data_args, training_args)
     model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     return model

@@ -11,22 +11,24 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava.model.language_model.families import family_of
+from llava.model.language_model.families import decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.loss import LIGER_MINIMUM, has_liger
 from llava.utils.code_folders import refuse_shared_variable
 
 logger = logging.getLogger(__name__)
 
+LIGER_MINIMUM = "0.6.2"
 # Most compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
 # PyTorch warns and runs the layer uncompiled.
 _RECOMPILE_LIMIT = 8
@@ -38,6 +40,14 @@ def has_compiler() -> bool:
     """Whether Triton can build its launchers: it needs a C compiler and Python's header files."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     return any(map(shutil.which, compilers)) and Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+def has_liger() -> bool:
+    """Whether the package liger-kernel is installed and recent enough."""
+    try:
+        return Version(metadata.version("liger-kernel")) >= Version(LIGER_MINIMUM)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def liger_runs(model: LlavaMetaForCausalLM | None = None) -> bool:
@@ -94,7 +104,7 @@ def _liger_function(model: LlavaMetaForCausalLM) -> Callable[..., None] | None:
     """Liger's function that replaces the kernels of the model's family, or None."""
     from liger_kernel import transformers as kernels
 
-    return getattr(kernels, f"apply_liger_kernel_to_{family_of(model.config).config.model_type}", None)
+    return getattr(kernels, f"apply_liger_kernel_to_{decoder_of(model.config).config.model_type}", None)
 
 
 def apply_liger(model: LlavaMetaForCausalLM) -> None:
@@ -107,7 +117,7 @@ def apply_liger(model: LlavaMetaForCausalLM) -> None:
     """
     apply = _liger_function(model)
     if apply is None:
-        name = family_of(model.config).config.model_type
+        name = decoder_of(model.config).config.model_type
         raise ValueError(f"--use_liger_kernel: Liger has no kernels for {name} decoders; leave the flag out")
     gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
     # Liger can only rotate whole heads.

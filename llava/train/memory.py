@@ -233,8 +233,6 @@ def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.devi
     """Bytes of the loss head, as if every token were a target."""
     vocabulary, width = lm_head.out_features, lm_head.in_features
     logits = matmul + 4 + 4  # as the product gives them, as fp32, and their softmax
-    if lm_head.loss_head == "plain":
-        return rows * vocabulary * logits
     weight_gradient = vocabulary * width * (4 + matmul) if lm_head.weight.requires_grad else 0
     return 2 * rows * width * matmul + weight_gradient + rows_at_a_time(rows, vocabulary, device) * vocabulary * logits
 
@@ -460,7 +458,6 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
     if args.padding_free:
         attention = packed_attention(attention, args.device, frozen)
     model.config._attn_implementation = attention
-    model.lm_head.loss_head = "chunked"
     return model
 
 

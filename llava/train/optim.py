@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import has_lora, is_adapted, is_adapter
+from llava.model.lora import has_lora
 from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments
@@ -68,19 +68,17 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter.
 
     A fixed norm and the tower's layers that never get a gradient stay frozen. In a language model with LoRA everything
-    stays as `add_lora` left it: only adapters and the chosen biases are trained. In a tower with adapters, only these
-    are trained.
+    stays as `add_lora` left it: only adapters and the chosen biases are trained.
 
     Raises:
         ValueError: no parameter is left to train.
     """
     tower = model.get_model().vision_tower
-    lora, adapted_tower = has_lora(model), is_adapted(tower)
+    lora = has_lora(model)
     for name, parameter in model.named_parameters():
         part = part_of(name)
         if part != LANGUAGE_MODEL or not lora:
-            frozen_base = part == VISION_TOWER and adapted_tower and not is_adapter(name)
-            parameter.requires_grad_(part in parts and not frozen_base)
+            parameter.requires_grad_(part in parts)
     for parameter in tower.unused_parameters():
         parameter.requires_grad_(False)
     freeze_fixed_norm(model.get_model().mm_projector)

@@ -21,7 +21,7 @@ from varlen_stubs import VARLENS, use_varlen
 from llava.model import attention
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention, segments_attention, varlen_attention
 from llava.model.builder import read_config
-from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
+from llava.model.language_model.families import DECODERS, LLAVA_CLASSES, MODEL_CLASSES, decoder_of
 from llava.model.rotary import rebuild_rotary
 from llava.train.kernels import compile_layers
 from llava.train.memory import estimate_memory
@@ -57,12 +57,12 @@ def spliced(model, *samples):
 
 def test_every_row_has_a_case_and_names_of_its_own():
     assert list(CASES) == NAMES
-    assert len({family.config.model_type for family in FAMILIES} | set(LLAVA_CLASSES)) == 2 * len(FAMILIES)
-    for family in FAMILIES:
+    assert len({family.config.model_type for family in DECODERS} | set(LLAVA_CLASSES)) == 2 * len(DECODERS)
+    for family in DECODERS:
         classes = LLAVA_CLASSES[family.model_type]
         assert MODEL_CLASSES[family.config.model_type] is MODEL_CLASSES[family.model_type] is classes.causal_lm
         assert classes.causal_lm.__name__ == f"Llava{family.name}ForCausalLM"
-        assert family_of(classes.config) is family
+        assert decoder_of(classes.config) is family
 
 
 @pytest.mark.slow
@@ -100,9 +100,7 @@ def test_logits_loss_and_generation_equal_the_plain_decoders(families, models, n
     labels = torch.tensor([[-100, -100, 20, 30, 40]])
     logits = decoder(inputs_embeds=embeds[1:, -5:]).logits
     expected = F.cross_entropy(logits[0, :-1], labels[0, 1:])
-    for head in ("plain", "chunked"):
-        model.lm_head.loss_head = head
-        torch.testing.assert_close(model(inputs_embeds=embeds[1:, -5:], labels=labels).loss, expected)
+    torch.testing.assert_close(model(inputs_embeds=embeds[1:, -5:], labels=labels).loss, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,7 +174,7 @@ def test_rotary_frequencies_that_cannot_be_recomputed_are_refused_by_name(models
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_embeddings_of_every_kind_survive_plain_and_llava_configs(tmp_path, name):
-    family = next(family for family in FAMILIES if family.name == name)
+    family = next(family for family in DECODERS if family.name == name)
     options = {key: value for key, value in CASES[name].items() if key != "partial_rotary_factor"}
     family.config(**SIZES, **options | {"pad_token_id": 0}, rope_parameters=ROPES[name]).save_pretrained(tmp_path)
     for _ in range(2):

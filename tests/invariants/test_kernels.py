@@ -23,7 +23,7 @@ from varlen_stubs import VARLENS, attend, use_varlen
 
 from llava.model import attention
 from llava.model.attention import SEGMENTS, packed_attention
-from llava.model.language_model.families import FAMILIES
+from llava.model.language_model.families import DECODERS
 from llava.train import kernels
 from llava.train import train as train_module
 from llava.train.kernels import _FORWARD_CHECKPOINTS, compile_layers
@@ -169,35 +169,6 @@ def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_h
     assert calls == [kernel.__name__] * 2 * len(ROWS)  # and no attention with a mask over all pairs of tokens
 
 
-def fused_loss(
-    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False,
-):  # fmt: skip
-    """Stands for Liger 0.8's `liger_fused_linear_cross_entropy`."""
-    assert input.dtype == weight.dtype == torch.bfloat16 and input.is_contiguous() and weight.is_contiguous()
-    assert target.dtype == torch.int64 and len(input) == len(target) > 0 and accum_dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
-    logits = torch.nn.functional.linear(input, weight).float()
-    return torch.nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_ligers_loss_is_given_one_half_precision_and_arguments_that_it_has(tiny, monkeypatch, autocast):
-    functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused_loss)
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(functional=functional))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
-    model = trained(tiny, STAGE_2)
-    if not autocast:
-        model.to(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        model.lm_head.loss_head = "plain"
-        expected = results(model, backend=SEGMENTS)
-        model.lm_head.loss_head = "liger"
-        assert_same(results(model, backend=SEGMENTS), expected, atol=2e-2)
-
-
 # --- Liger ------------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +220,7 @@ def test_liger_is_applied_to_the_decoder_of_every_family(tiny, monkeypatch, name
 
         return geglu if plain_type.startswith("gemma") else swiglu
 
-    types = [family.config.model_type for family in FAMILIES]
+    types = [family.config.model_type for family in DECODERS]
     fake = SimpleNamespace(**{f"apply_liger_kernel_to_{plain_type}": function(plain_type) for plain_type in types})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
     model = trained(write_families(tiny), STAGE_1, language_model=f"families/{name}")
@@ -271,12 +242,10 @@ def compare_liger(folder: str) -> None:
     for name in NAMES:
         for parts in (STAGE_1, STAGE_2) if name == NAMES[0] else (STAGE_2,):
             model = trained(tiny, parts, language_model=f"families/{name}")
-            model.lm_head.loss_head = "plain"
             expected = results(model, ["image and text"], SEGMENTS)
             kernels.apply_liger(model)
             layers = repr(model.get_model().layers)
             assert "LigerRMSNorm" in layers and re.search("Liger(Phi3SwiGLU|SwiGLU|GEGLU)MLP", layers)
-            model.lm_head.loss_head = "liger"
             assert_same(results(model, ["image and text"], SEGMENTS), expected)
             nothing = batch([[5, 6, 7]])
             nothing["labels"].fill_(-100)

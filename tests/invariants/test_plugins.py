@@ -23,7 +23,7 @@ from llava.launch.recipe import resolved_run
 from llava.launch.settings import parse_flags as launcher_flags
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import read_config
-from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES
+from llava.model.language_model.families import DECODERS, LLAVA_CLASSES, MODEL_CLASSES
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -67,7 +67,7 @@ register_optimizer("plain_sgd", lambda groups, args: torch.optim.SGD(groups, mom
 
 
 TABLES = (NORM_TYPES, PROJECTOR_TYPES, TOWERS, OPTIMIZERS, MODEL_CLASSES, LLAVA_CLASSES, plugins.digests)
-BEFORE, FAMILIES_BEFORE = [dict(table) for table in TABLES], list(FAMILIES)
+BEFORE, DECODERS_BEFORE = [dict(table) for table in TABLES], list(DECODERS)
 
 
 def forget() -> None:
@@ -75,7 +75,7 @@ def forget() -> None:
     for table, before in zip(TABLES, BEFORE, strict=True):
         table.clear()
         table.update(before)
-    FAMILIES[:] = FAMILIES_BEFORE
+    DECODERS[:] = DECODERS_BEFORE
     plugins.registered.clear()
 
 
@@ -335,10 +335,10 @@ def test_an_optimizer_alone_is_not_needed_to_load(tiny, tmp_path):
 
 FAMILY = """
 from transformers import SeedOssConfig, SeedOssForCausalLM, SeedOssModel
-from llava.model.language_model.families import Family
+from llava.model.language_model.families import Decoder
 from llava.plugin import register_family
 
-register_family(Family("OwnSeed", SeedOssConfig, SeedOssModel, SeedOssForCausalLM))
+register_family(Decoder("OwnSeed", SeedOssConfig, SeedOssModel, SeedOssForCausalLM))
 """
 
 
@@ -399,12 +399,12 @@ def test_a_decoder_family_is_added(tmp_path):
     path = tmp_path / "decoder.py"
     path.write_text(
         "from transformers import Qwen2MoeConfig as C, Qwen2MoeForCausalLM as F, Qwen2MoeModel as M\n"
-        "from llava.model.language_model.families import Family\n"
+        "from llava.model.language_model.families import Decoder\n"
         "from llava.plugin import register_family\n"
-        "register_family(Family('OwnMoe', C, M, F))\n"
+        "register_family(Decoder('OwnMoe', C, M, F))\n"
     )
     plugins.load(path)
-    assert FAMILIES[-1].name == "OwnMoe" and MODEL_CLASSES["qwen2_moe"] is MODEL_CLASSES["llava_ownmoe"]
+    assert DECODERS[-1].name == "OwnMoe" and MODEL_CLASSES["qwen2_moe"] is MODEL_CLASSES["llava_ownmoe"]
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path / "plain")
     config = json.loads((tmp_path / "plain/config.json").read_text()) | {"model_type": "qwen2_moe"}
     (tmp_path / "plain/config.json").write_text(json.dumps(config))

@@ -41,13 +41,13 @@ def step_rows(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[tuple[int
 
 @pytest.mark.slow
 def test_a_step_is_measured_at_every_size_and_its_arms_agree(monkeypatch, tmp_path):
-    options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded_plain", "no_norm"]
+    options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded", "no_norm"]
     status, rows = step_rows(monkeypatch, tmp_path, *options)
     assert status == 0 and len(rows) == 6 and not any("failed" in row for row in rows.values())
     for tokens in (100, 300):
-        assert rows[tokens, "packed"]["loss"] == pytest.approx(rows[tokens, "padded_plain"]["loss"], rel=1e-4)
-        assert rows[tokens, "padded_plain"]["speed_over_padded_plain"] == 1
-        assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded_plain", "no_norm"))
+        assert rows[tokens, "packed"]["loss"] == pytest.approx(rows[tokens, "padded"]["loss"], rel=1e-4)
+        assert rows[tokens, "padded"]["speed_over_padded"] == 1
+        assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded", "no_norm"))
 
 
 @pytest.mark.slow
@@ -58,15 +58,15 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, 
         if bench.model.config._attn_implementation == "eager":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee documentation")
         loss = backward(bench, pieces)
-        return loss + 1 if bench.model.lm_head.loss_head == "plain" else loss
+        return loss + 1 if bench.model.config._attn_implementation == "sdpa" else loss
 
     monkeypatch.setattr(train_step.Bench, "backward", backward_without_eager)
-    options = ["--micro-batch-tokens", "100", "--arms", "packed", "packed_eager", "plain_loss", "packed_sdpa"]
+    options = ["--micro-batch-tokens", "100", "--arms", "packed", "packed_eager", "packed_sdpa", "no_norm"]
     status, rows = step_rows(monkeypatch, tmp_path, *options)
     assert status == 1
     assert rows[100, "packed_eager"]["failed"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert "expected" in rows[100, "plain_loss"]["failed"]
-    assert rows[100, "packed"]["seconds"] > 0 and rows[100, "packed_sdpa"]["seconds"] > 0
+    assert "expected" in rows[100, "packed_sdpa"]["failed"]
+    assert rows[100, "packed"]["seconds"] > 0 and rows[100, "no_norm"]["seconds"] > 0
     assert "error: stage 2 packed_eager: OutOfMemoryError" in capsys.readouterr().err
 
 
@@ -87,8 +87,8 @@ def test_a_padded_arm_splits_a_batch_that_does_not_fit(monkeypatch, tmp_path):
 
     monkeypatch.setattr(train_step, "memory_budget", budget)
     monkeypatch.setattr(train_step.Bench, "on_device", remember)
-    status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "800", "--arms", "packed", "padded_plain")
-    assert status == 0 and rows[800, "packed"]["pieces"] == 1 and rows[800, "padded_plain"]["pieces"] > 1
+    status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "800", "--arms", "packed", "padded")
+    assert status == 0 and rows[800, "packed"]["pieces"] == 1 and rows[800, "padded"]["pieces"] > 1
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -160,7 +160,7 @@ def test_only_arms_that_run_are_listed(monkeypatch, flash):
     monkeypatch.setattr(train_step, "packed_attention", lambda *_: "sdpa")
     names = [arm.name for arm in train_step.runnable_arms(CUDA, torch.bfloat16)]
     assert names[0] == "packed" and "compiled" in names and len(set(names)) == len(names)
-    assert ("packed_flash_attention_2" in names) == ("liger" in names) == ("liger_loss" in names) == flash
+    assert ("packed_flash_attention_2" in names) == ("liger" in names) == flash
     assert "packed_flash_attention_3" not in names and "packed_eager" not in names and "packed_sdpa" not in names
 
 

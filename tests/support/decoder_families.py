@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from tiny_models import SIZES, byte_tokenizer
 
-from llava.model.language_model.families import FAMILIES
+from llava.model.language_model.families import DECODERS
 
 # What makes a tiny model of the family show what sets it apart; windows are shorter than the samples.
 CASES = {
@@ -21,14 +21,14 @@ CASES = {
     "Granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
     | {"attention_multiplier": 0.2},
 }
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in DECODERS]
 
 
 def write_families(root: Path) -> Path:
     """Writes `families/<name>`, model and tokenizer, into `root`, if they are not there; returns `root`."""
     tokenizer = byte_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    for family in FAMILIES:
+    for family in DECODERS:
         folder = root / "families" / family.name
         if folder.exists():
             continue

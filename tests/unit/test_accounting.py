@@ -23,7 +23,7 @@ from training import training_arguments
 
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
-from llava.model.language_model.families import Family, llava_classes
+from llava.model.language_model.families import Decoder, llava_classes
 from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
@@ -145,7 +145,7 @@ def without_gate(name: str) -> torch.nn.Module:
     """A tiny LLaVA of a family that the table lacks, whose MLP has no gate."""
     modules = importlib.import_module(f"transformers.models.{name.lower()}")
     classes = [getattr(modules, f"{name}{suffix}") for suffix in ("Config", "Model", "ForCausalLM")]
-    made = llava_classes(Family(name, *classes))
+    made = llava_classes(Decoder(name, *classes))
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": VISION_SIZES | {"model_type": "siglip_vision_model"}}
     config = made.config(**SIZES, **vision, mm_projector_type="mlp2x_gelu", residual_dropout=0.0)
     return made.causal_lm(config).train()
@@ -443,7 +443,7 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
         model = model_class(config).bfloat16()
     model.tie_weights()
     set_trainable(model, parts)
-    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    model.config._attn_implementation = "flash_attention_2"
     run = resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]
     arguments = zero_arguments(0, 8, config=json.loads((ROOT / run["deepspeed"]).read_text()))
     fit_zero(model, arguments)

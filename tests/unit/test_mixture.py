@@ -24,7 +24,6 @@ from llava.data.mixture import Sampling
 from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import data_files, load_records
 from llava.data.table import source_lines
-from llava.model.loss import LMHead, LossTally
 from llava.train.arguments import DataArguments
 from llava.train.checks import checked_eval_records, report_left_out
 from llava.train.nonfinite import NonFiniteGuard
@@ -292,28 +291,3 @@ def test_a_mixture_stands_alone_and_must_be_there(place):
         load_records(f"{mixture(place, CATS)},dogs.jsonl")
     with pytest.raises(DataError, match="^no.yaml: no such file"):
         load_records("no.yaml")
-
-
-# --- losses by data set -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss_head", ["chunked", "plain"])
-def test_a_tally_gets_every_rows_loss_and_changes_nothing(monkeypatch, loss_head):
-    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", {"cpu": 70, "gpu": 70})  # chunks of a few rows
-    generator = torch.Generator().manual_seed(0)
-    head = LMHead(6, 11, bias=False)
-    head.loss_head = loss_head
-    hidden = torch.randn(23, 6, generator=generator, requires_grad=True)
-    targets, groups = torch.randint(11, (23,), generator=generator), torch.arange(23, dtype=torch.int32) % 3
-    expected = torch.nn.functional.cross_entropy((hidden @ head.weight.T).double(), targets, reduction="none").detach()
-    before = torch.autograd.grad(head(hidden, targets), (hidden, head.weight))
-    head.tally = LossTally(4, hidden.device)
-    head.tally.rows = groups
-    total = head(hidden, targets)
-    after = torch.autograd.grad(total, (hidden, head.weight))
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    found = head.tally.sums
-    assert torch.allclose(found[0], torch.stack([expected[groups == i].sum() for i in range(4)]), rtol=1e-6, atol=1e-9)
-    assert found[1].tolist() == [8, 8, 7, 0] and math.isclose(float(found[0].sum()), total.item(), rel_tol=1e-6)
-    head.tally.add(0, torch.tensor([math.nan, 1.0, math.inf]))
-    assert torch.isfinite(head.tally.sums).all() and head.tally.sums[1].tolist() == [8, 9, 7, 0]

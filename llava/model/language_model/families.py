@@ -6,45 +6,14 @@ to add a family.
 
 from typing import Any, NamedTuple
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
-    MistralModel,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo2Model,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Phi3Model,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    SmolLM3Model,
-)
+import transformers as hf
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llava.model.llava_arch import LlavaMetaConfig, LlavaMetaForCausalLM, LlavaMetaModel
 from llava.model.loss import LMHead
 
 
-class Family(NamedTuple):
+class Decoder(NamedTuple):
     """A family's classes in transformers, and its name: `Llava<name>ForCausalLM`, model type `llava_<name>`."""
 
     name: str
@@ -58,16 +27,16 @@ class Family(NamedTuple):
         return f"llava_{self.name.lower()}"
 
 
-FAMILIES = [
-    Family("Llama", LlamaConfig, LlamaModel, LlamaForCausalLM),  # also Vicuna, SmolLM2
-    Family("Qwen", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),  # Qwen2 and 2.5, by LLaVA-NeXT's name
-    Family("Qwen3", Qwen3Config, Qwen3Model, Qwen3ForCausalLM),
-    Family("Mistral", MistralConfig, MistralModel, MistralForCausalLM),
-    Family("Gemma3", Gemma3TextConfig, Gemma3TextModel, Gemma3ForCausalLM),  # text models, such as gemma-3-1b-it
-    Family("Phi3", Phi3Config, Phi3Model, Phi3ForCausalLM),  # also Phi-4
-    Family("Olmo2", Olmo2Config, Olmo2Model, Olmo2ForCausalLM),  # no Pre-Norm: a control for the paper's theory
-    Family("SmolLM3", SmolLM3Config, SmolLM3Model, SmolLM3ForCausalLM),
-    Family("Granite", GraniteConfig, GraniteModel, GraniteForCausalLM),
+DECODERS = [
+    Decoder("Llama", hf.LlamaConfig, hf.LlamaModel, hf.LlamaForCausalLM),  # also Vicuna, SmolLM2
+    Decoder("Qwen", hf.Qwen2Config, hf.Qwen2Model, hf.Qwen2ForCausalLM),  # Qwen2 and 2.5, by LLaVA-NeXT's name
+    Decoder("Qwen3", hf.Qwen3Config, hf.Qwen3Model, hf.Qwen3ForCausalLM),
+    Decoder("Mistral", hf.MistralConfig, hf.MistralModel, hf.MistralForCausalLM),
+    Decoder("Gemma3", hf.Gemma3TextConfig, hf.Gemma3TextModel, hf.Gemma3ForCausalLM),  # text models alone
+    Decoder("Phi3", hf.Phi3Config, hf.Phi3Model, hf.Phi3ForCausalLM),  # also Phi-4
+    Decoder("Olmo2", hf.Olmo2Config, hf.Olmo2Model, hf.Olmo2ForCausalLM),  # no Pre-Norm: a control for the theory
+    Decoder("SmolLM3", hf.SmolLM3Config, hf.SmolLM3Model, hf.SmolLM3ForCausalLM),
+    Decoder("Granite", hf.GraniteConfig, hf.GraniteModel, hf.GraniteForCausalLM),
 ]
 
 # Fields that change attention or logits in ways that neither the packed backends nor the loss head support.
@@ -82,7 +51,7 @@ class LlavaClasses(NamedTuple):
     causal_lm: type[LlavaMetaForCausalLM]
 
 
-def llava_classes(family: Family) -> LlavaClasses:
+def llava_classes(family: Decoder) -> LlavaClasses:
     """The family's LLaVA config, decoder and causal LM, registered with the Auto classes.
 
     Modules and their order are those of upstream's hand-written classes, and so are the checkpoint keys.
@@ -133,7 +102,7 @@ def check_supported(config: PretrainedConfig) -> None:
             raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")
 
 
-LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in FAMILIES}
+LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in DECODERS}
 """Each family's classes, by LLaVA's model type."""
 
 # So that pickle and `from ... import` find the classes by name.
@@ -142,12 +111,12 @@ globals().update({made.__name__: made for classes in LLAVA_CLASSES.values() for 
 # By the checkpoint's model_type, either a plain language model's or LLaVA's.
 MODEL_CLASSES: dict[str, type[LlavaMetaForCausalLM]] = {
     model_type: LLAVA_CLASSES[family.model_type].causal_lm
-    for family in FAMILIES
+    for family in DECODERS
     for model_type in (family.config.model_type, family.model_type)
 }
 MODEL_CLASSES["llava"] = MODEL_CLASSES["llama"]  # the type of the first LLaVA checkpoints
 
 
-def family_of(config: PretrainedConfig | type[PretrainedConfig]) -> Family:
+def decoder_of(config: PretrainedConfig | type[PretrainedConfig]) -> Decoder:
     """The row that a LLaVA config, or its class, was made from."""
-    return next(family for family in FAMILIES if family.model_type == config.model_type)
+    return next(family for family in DECODERS if family.model_type == config.model_type)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,17 +117,7 @@ def build_vision_projector(config: PretrainedConfig) -> nn.Module:
     return end_with_norm(row.build(config.mm_hidden_size, config.hidden_size, number), config)
 
 
-class Grid(Protocol):
-    """What a vision tower says of the features of one crop."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_patches_per_side(self) -> int: ...
-
-
-def token_grid(config: PretrainedConfig, tower: Grid) -> tuple[int, int]:
+def token_grid(config: PretrainedConfig, tower: Any) -> tuple[int, int]:
     """Visual tokens of one crop after the projector, and how many of them a row has.
 
     Everything that counts visual tokens gets them from here, by `CropRules`.
