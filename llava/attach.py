@@ -23,15 +23,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llava.families import (
-    DEEPSTACK,
-    family_of,
-    first_tensors,
-    is_floating,
-    projector_path,
-    refuse,
-    text_embedding,
-)
+from llava.families import DEEPSTACK, family_of, first_tensors, is_floating, projector_path, refuse, text_embedding
+from llava.model.decoding import HUB_OPTIONS
 from llava.model.multimodal_projector.norm import (
     EPS,
     MIN_GAIN,
@@ -50,8 +43,6 @@ CHILD = "mm_norm"
 NAME_SUFFIX = " with the norm of llava.attach"
 NEEDS_ATTACH = ", and a norm behind the projector: load this folder by llava.attach.load_attached"
 """Ends the activation's name in the config, which a class without the norm looks up and does not find."""
-_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""Options of `from_pretrained` that say where a folder is, for its config too."""
 
 
 def attachable() -> list[str]:
@@ -126,7 +117,7 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
             f"load_attached {folder}: an adapter of PEFT; load its base, attach with the same arguments, then call "
             "PeftModel.from_pretrained"
         )
-    config = AutoConfig.from_pretrained(folder, **{name: options[name] for name in _HUB if name in options})
+    config = AutoConfig.from_pretrained(folder, **{name: options[name] for name in HUB_OPTIONS if name in options})
     record = getattr(config, RECORD, None)
     if record is None:
         raise ValueError(f"load_attached {folder}: config.json has no {RECORD}; expected a model that attach changed")

@@ -60,11 +60,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
 def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> LlavaMetaForCausalLM:
     """The LLaVA class for `model_path`, with its weights; tower and projector only if the checkpoint has them.
 
-    Args:
-        kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
-
-    Raises:
-        ValueError: `model_path` is a LoRA folder, which is not a whole model.
+    Raises ValueError for a LoRA folder, which is not a whole model; `kwargs` are those of `from_pretrained`.
     """
     if Path(model_path, "adapter_config.json").is_file():
         raise ValueError(
@@ -141,8 +137,7 @@ def load_pretrained_model(
         customized_config, overwrite_config: a config (or its file) instead of the checkpoint's, and fields to change.
         kwargs: passed to `from_pretrained`.
 
-    Returns:
-        (tokenizer, model in eval mode, image_processor or None for a text-only model, context length).
+    Returns (tokenizer, model in eval mode, image_processor or None for a text-only model, context length).
     """
     on_cpu = not torch.accelerator.is_available() or str(device or "").startswith("cpu")
     options = dict(kwargs)
@@ -229,11 +224,7 @@ def _dtype(requested: str | torch.dtype) -> str | torch.dtype:
 def quantization_config(
     bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
 ) -> "BitsAndBytesConfig":
-    """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits, without head, projector and tower.
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-    """
+    """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits, without head, projector and tower."""
     from transformers import BitsAndBytesConfig
     from transformers.utils import is_bitsandbytes_available
 

@@ -90,9 +90,9 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         if getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None):
             self.build_vision_modules()
 
-    def build_vision_modules(self) -> None:
-        """Builds untrained tower, projector and newline from the config, which is completed to rebuild them alone."""
-        self.vision_tower = build_vision_tower(self.config)
+    def build_vision_modules(self, tower: VisionTower | None = None) -> None:
+        """Builds tower, projector and newline, untrained, from the config, which is completed to rebuild them alone."""
+        self.vision_tower = tower or build_vision_tower(self.config)
         self.config.mm_hidden_size = self.vision_tower.hidden_size
         self.mm_projector = build_vision_projector(self.config)
         self.add_newline()
@@ -110,9 +110,6 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             model_args: the flags `vision_tower`, `pretrain_mm_mlp_adapter`, `mm_patch_merge_type`, those
                 of `PROJECTOR_FIELDS` and of `ProjectorNormArguments`.
             dtype: type of the tower's weights.
-
-        Raises:
-            ValueError: flags contradict the checkpoint or the adapter; the message gives both values.
         """
         if self.get_vision_tower() is None:
             self._add_vision_modules(model_args, dtype)
@@ -140,9 +137,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             tower = build_vision_tower(config)
         token_grid(config, tower)  # refuses a projector that does not fit before weights are read
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)
-        self.vision_tower = tower
-        config.mm_hidden_size = tower.hidden_size
-        self.mm_projector = build_vision_projector(config)
+        self.build_vision_modules(tower)
 
     def get_vision_tower(self) -> VisionTower | None:
         return getattr(self, "vision_tower", None)
@@ -210,9 +205,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             raise ValueError(
                 f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
                 f"{model.config.mm_projector_type}, mm_projector_norm={norm}, mm_patch_merge_type={merge}, but the "
-                f"weights lack "
-                f"{', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
-                "the folder's mm_projector.bin as the adapter."
+                f"weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and the "
+                "folder's mm_projector.bin as the adapter."
             )
         tower, of_tower = model.get_vision_tower(), {k for k in missing if ".vision_tower." in k}
         without_tower = bool(of_tower) and len(of_tower) == len(tower.state_dict())
@@ -456,11 +450,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         """Generates from prompts [B, S] with image placeholders; returns only the new tokens [B, new tokens].
 
         Prompts of different length are padded on either side, with `attention_mask` 0 there; a 0 between tokens hides
-        nothing, see `without_holes`. The other arguments are those of the library's `generate`.
-
-        Raises:
-            ValueError: there is no prompt; images and placeholders do not match; a prompt is longer than the context.
-            NotImplementedError: `modalities` names a video.
+        nothing, see `without_holes`. Pictures are those of `prepare_inputs_labels_for_multimodal`, all other arguments
+        those of the library's `generate`.
         """
         inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
         if inputs is None:

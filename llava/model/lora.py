@@ -62,20 +62,12 @@ def adapter_dtype(folder_or_id: str) -> torch.dtype:
     return next(tensor.dtype for name, tensor in tensors.items() if is_adapter(name))
 
 
-def add_lora(
-    model: LlavaMetaForCausalLM,
-    r: int,
-    alpha: int,
-    dropout: float,
-    bias: str,
-    dtype: torch.dtype,
-) -> None:
+def add_lora(model: LlavaMetaForCausalLM, r: int, alpha: int, dropout: float, bias: str, dtype: torch.dtype) -> None:
     """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
 
     As in LLaVA, LM head, projector and vision tower get no adapters.
 
     Args:
-        model: the model, with its vision tower.
         r, alpha, dropout: rank; the adapters' factor times `r`; dropout before the adapters.
         bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
         dtype: type of the trained parameters.
@@ -142,11 +134,7 @@ def save_non_lora(model: LlavaMetaForCausalLM, output_dir: str | Path, is_main_p
 
 
 def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
-    """The tensors of `non_lora_trainables.bin`, by the parameter names of the causal LM without adapters.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """The tensors of `non_lora_trainables.bin`, by the parameter names of the causal LM without adapters."""
     path = cached_file(folder_or_id, NON_LORA_FILE, _raise_exceptions_for_missing_entries=False)
     if path is None:
         raise FileNotFoundError(
@@ -158,11 +146,7 @@ def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
 
 
 def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: str) -> None:
-    """Copies what `read_non_lora` returned into a model; one with adapters must have the same names.
-
-    Raises:
-        ValueError: the model has no parameter of one of the names.
-    """
+    """Copies what `read_non_lora` returned into a model; raises ValueError where the names do not fit."""
     if unknown := tensors.keys() - model.state_dict().keys():
         raise ValueError(
             f"{source}/{NON_LORA_FILE} does not fit the model: it has no {', '.join(sorted(unknown))}. Check that the "
@@ -172,11 +156,7 @@ def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: st
 
 
 def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
-    """Copies a LoRA folder's adapters into those of `model`, whose names must be the same.
-
-    Raises:
-        ValueError: the adapters of folder and model differ; the message says how.
-    """
+    """Copies a LoRA folder's adapters into those of `model`; raises ValueError if their names differ."""
     peft = _peft()
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
     stored = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
@@ -192,11 +172,7 @@ def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
 
 
 def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> LlavaMetaForCausalLM:
-    """`model` with a LoRA folder's adapters.
-
-    Args:
-        merge: True adds them to the weights; False keeps them separate, which a quantised model needs to stay exact.
-    """
+    """`model` with a LoRA folder's adapters, merged into the weights or, where those are quantised, beside them."""
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True

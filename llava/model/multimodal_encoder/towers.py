@@ -66,25 +66,19 @@ class VisionTower(nn.Module):
             input of the last layer), as `mm_vision_select_layer`.
         select_feature: `patch` (image patches only) or `cls_patch` (with the class token in front).
 
-    Attributes:
-        image_processor_class: runs on Pillow, so that pixels are the same everywhere.
-        select_features: the values of `select_feature`.
-        num_prefix_tokens: tokens that come before the patches inside the encoder.
-        layers_at, patch_embedding_at, final_norm_at: paths inside the encoder. Patches become tokens in a convolution
-            or linear layer; visual tokens do not pass through the norm after the last layer.
-
     Raises:
         ValueError: the layer does not exist, or the feature is not one this encoder has.
     """
 
     config_class: type[PretrainedConfig]
     model_class: type[PreTrainedModel]
-    image_processor_class: type[BaseImageProcessor]
+    image_processor_class: type[BaseImageProcessor]  # one on Pillow, so that pixels are the same everywhere
     select_features: tuple[str, ...] = ("patch",)
-    num_prefix_tokens = 0
+    num_prefix_tokens = 0  # tokens that come before the patches inside the encoder
+    # Paths inside the encoder.
     layers_at = "encoder.layers"
-    patch_embedding_at = "embeddings.patch_embedding"
-    final_norm_at = "post_layernorm"
+    patch_embedding_at = "embeddings.patch_embedding"  # the convolution or linear layer that makes tokens of patches
+    final_norm_at = "post_layernorm"  # after the last layer; visual tokens do not pass through it
 
     def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
         super().__init__()
@@ -119,7 +113,6 @@ class VisionTower(nn.Module):
         return self.vision_model.get_submodule(self.layers_at)[: self.num_layers_used]
 
     def patch_embedding(self) -> nn.Module:
-        """The convolution or linear layer that turns a patch of pixels into a token."""
         return self.vision_model.get_submodule(self.patch_embedding_at)
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
@@ -160,11 +153,7 @@ class VisionTower(nn.Module):
         self.vision_tower["vision_model"] = model if stays else model.to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Parameters that never get a gradient.
-
-        These belong to the layers after the selected one, to the final norm, and to the token for masked patches, if
-        the encoder was trained with one.
-        """
+        """Parameters that never get a gradient: of unused layers, the final norm, and the token for masked patches."""
         built, norm = map(self.vision_model.get_submodule, (self.layers_at, self.final_norm_at))
         modules = [*built[self.num_layers_used :], norm]
         mask = getattr(self.vision_model.embeddings, "mask_token", None)
@@ -270,6 +259,10 @@ class _ClassTokenTower(VisionTower):
 
     select_features = ("patch", "cls_patch")
     num_prefix_tokens = 1
+    pixel_statistics: dict[str, Any] = {}
+
+    def default_image_processor(self) -> BaseImageProcessor:
+        return self._cropping(self.image_processor_class(**self.pixel_statistics))
 
     def _cropping(self, processor: Any) -> Any:
         """`processor` at this tower's image size."""
@@ -291,9 +284,6 @@ class CLIPVisionTower(_ClassTokenTower):
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images))
 
-    def default_image_processor(self) -> CLIPImageProcessorPil:
-        return self._cropping(CLIPImageProcessorPil())
-
 
 class Dinov2VisionTower(_ClassTokenTower):
     """DINOv2 at the resolution of its position embeddings, which its own image processor does not use (224)."""
@@ -304,12 +294,10 @@ class Dinov2VisionTower(_ClassTokenTower):
     layers_at = "encoder.layer"
     patch_embedding_at = "embeddings.patch_embeddings.projection"
     final_norm_at = "layernorm"
+    pixel_statistics = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
 
     def fit_image_processor(self, processor: Any) -> Any:
         return self._cropping(processor)
-
-    def default_image_processor(self) -> BitImageProcessorPil:
-        return self._cropping(BitImageProcessorPil(image_mean=IMAGENET_DEFAULT_MEAN, image_std=IMAGENET_DEFAULT_STD))
 
 
 TOWERS: dict[str, type[VisionTower]] = {

@@ -37,13 +37,11 @@ def load_adapter(
     """Loads a stage-1 adapter into `projector`, norm included, bit for bit. Every rank must call.
 
     Args:
-        projector: the projector that was built from `config`, and so from this run's flags.
         path: `mm_projector.bin`, or the folder that holds it. A `config.json` next to it names its types.
-        config: the model's config.
+        config: the model's, from which `projector` was built.
         newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: adapter and flags differ in projector, norm or newline; the message gives both values.
     """
     path = Path(path)
@@ -62,20 +60,14 @@ def load_adapter(
 
 @torch.no_grad()
 def _load_newline(newline: nn.Parameter | None, stored: dict[str, torch.Tensor], path: Path) -> None:
-    if newline is None and stored:
-        raise ValueError(
-            f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which these flags do not have; pass the "
-            "--mm_patch_merge_type that it was trained with (spatial_unpad)"
-        )
-    if newline is None:
-        return
-    if not stored:
+    if newline is not None and not stored:
         logger.warning("%s has no %s: it keeps the value that it has now", path, _NEWLINE)
     for tensor in stored.values():
-        if tensor.shape != full_shape(newline):
+        if newline is None or tensor.shape != full_shape(newline):
+            ours = "do not have" if newline is None else f"have with shape {tuple(full_shape(newline))}"
             raise ValueError(
-                f"--pretrain_mm_mlp_adapter {path}: {_NEWLINE} has shape {tuple(tensor.shape)}, expected "
-                f"{tuple(full_shape(newline))}"
+                f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which these flags {ours}; pass the "
+                "--mm_patch_merge_type that it was trained with (spatial_unpad), and its language model"
             )
         with gathered(newline, modifier_rank=0):
             newline.copy_(tensor)

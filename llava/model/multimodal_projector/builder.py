@@ -87,11 +87,7 @@ PROJECTOR_TYPES: dict[str, ProjectorType] = {
 
 
 def find_projector(name: str) -> tuple[ProjectorType, int]:
-    """The row of this projector type, and the number that it has for N, or 0.
-
-    Raises:
-        ValueError: there is no such type.
-    """
+    """The row of this projector type, and the number that it has for N, or 0; ValueError if there is none."""
     if row := PROJECTOR_TYPES.get(name):
         return row, 0
     for pattern, row in PROJECTOR_TYPES.items():
@@ -106,21 +102,15 @@ def find_projector(name: str) -> tuple[ProjectorType, int]:
 def build_vision_projector(config: PretrainedConfig) -> nn.Module:
     """The projector from vision features [N, V, E] to visual tokens [N, V / merge ** 2, D], as `config` describes it.
 
-    Reads `mm_projector_type` (see `PROJECTOR_TYPES`), `mm_hidden_size` (E), `hidden_size` (D) and the
-    `mm_projector_norm*` fields. With `mm_projector_norm` = `none`, the parameters, their names and the forward pass of
-    `linear`, `identity` and `mlpNx_gelu` are LLaVA's.
-
-    Raises:
-        ValueError: the projector or norm type is unknown, or `identity` is given two different widths.
+    With `mm_projector_norm` = `none`, the parameters, their names and the forward pass of `linear`, `identity` and
+    `mlpNx_gelu` are LLaVA's. Raises ValueError where the projector or norm type is unknown.
     """
     row, number = find_projector(getattr(config, "mm_projector_type", "linear"))
     return end_with_norm(row.build(config.mm_hidden_size, config.hidden_size, number), config)
 
 
 def token_grid(config: PretrainedConfig, tower: Any) -> tuple[int, int]:
-    """Visual tokens of one crop after the projector, and how many of them a row has.
-
-    Everything that counts visual tokens gets them from here, by `CropRules`.
+    """Visual tokens of one crop after the projector, and how many of them a row has; `CropRules` has them from here.
 
     Raises:
         ValueError: the projector merges squares of patches, and the tower's grid cannot be cut into such squares.
