@@ -110,11 +110,7 @@ class CropRules:
         return Picture(1 + (width // self.crop_side) * (height // self.crop_side), size)
 
     def visual_tokens(self, picture: Picture) -> int:
-        """How many rows of the LLM's input the picture takes.
-
-        Raises:
-            ValueError: the number of crops is not the one that the picture's size gives.
-        """
+        """How many rows of the LLM's input the picture takes; ValueError if its size gives another number of crops."""
         if self.merge_type == "flat":
             return picture.crops * self.tokens_per_crop
         if picture.crops == 1:
@@ -124,11 +120,7 @@ class CropRules:
         return self.tokens_per_crop + height * (width + self.has_newline)
 
     def patches(self, picture: Picture) -> Patches:
-        """How the crops after the first are arranged, with `spatial` or `spatial_unpad`.
-
-        Raises:
-            ValueError: see `visual_tokens`.
-        """
+        """How the crops after the first are arranged, with `spatial` or `spatial_unpad`; see `visual_tokens`."""
         if not self.is_anyres:
             raise ValueError(
                 f"a picture of {picture.crops} crops was given, but image_aspect_ratio is {self.aspect_ratio!r}; "

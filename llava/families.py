@@ -10,16 +10,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-PROJECTOR_NAMES = (
-    "mm_projector",
-    "multi_modal_projector",
-    "multimodal_projector",
-    "connector",
-    "merger",
-    "projector",
-    "aligner",
-    "embed_vision",
-)
+PROJECTOR_NAMES = ("mm_projector", "multi_modal_projector", "multimodal_projector", "connector", "merger")
+PROJECTOR_NAMES += ("projector", "aligner", "embed_vision")
 DEEPSTACK = "deepstack_merger_list"
 """The projectors of earlier encoder layers, whose outputs are added to states inside the LLM."""
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
@@ -28,43 +20,23 @@ FEATURE_LAYER_FIELDS = ("vision_feature_layer", "vision_feature_layers")
 
 @dataclass(frozen=True)
 class Family:
-    """Module paths and facts that differ from the rules; None where the rules find them.
+    """Module paths and facts that differ from the rules; None where the rules find them."""
 
-    Attributes:
-        layers: the ModuleList of decoder layers.
-        projector: the module whose output enters the LLM.
-        features: the module whose `input:` or `output:` is the encoder's tokens; default: the projector's input.
-        tokens: the boolean argument [B, N] of that module that is True at tokens and False at padding; `~name` if it
-            is True at padding.
-        vocabulary: the module whose `weight` is a visual vocabulary (Ovis).
-        image_token_id: the id at visual positions.
-        auto_class: the transformers class that loads it.
-        own_inputs: the model makes its inputs itself, by `preprocess_inputs(messages)`.
-        prompt: the processor's text for a family without a chat template, with `{picture}` and `{prompt}` in it.
-        picture: what stands for `{picture}`; a sample without a picture has nothing there.
-        one_by_one: pictures of different shapes cannot be in one batch, so a batch holds one sample.
-        page_lists: the processor takes a list of pictures for the pages of one (GOT-OCR2) or refuses it (Kimi-VL), so
-            pictures are given without lists.
-        own_code: its repository has its code, written for transformers 4 (`llava.analysis.remote_code`).
-        embedding: the text embedding, where `get_input_embeddings` does not give it.
-        joins_patches: a row of what `features` names is several of the encoder's tokens side by side.
-    """
-
-    layers: str | None = None
-    projector: str | None = None
-    features: str | None = None
-    tokens: str | None = None
-    vocabulary: str | None = None
-    image_token_id: int | None = None
-    auto_class: str = "AutoModelForImageTextToText"
-    own_inputs: bool = False
-    prompt: str | None = None
-    picture: str = "<image>"
-    one_by_one: bool = False
-    page_lists: bool = False
-    own_code: bool = False
-    embedding: str | None = None
-    joins_patches: bool = False
+    layers: str | None = None  # the ModuleList of decoder layers
+    projector: str | None = None  # the module whose output enters the LLM
+    features: str | None = None  # `input:` or `output:` of a module, the encoder's tokens; else the projector's input
+    tokens: str | None = None  # that module's bool argument [B, N], True at tokens; `~name` if True at padding
+    vocabulary: str | None = None  # the module whose `weight` is a visual vocabulary (Ovis)
+    image_token_id: int | None = None  # the id at visual positions
+    auto_class: str = "AutoModelForImageTextToText"  # the transformers class that loads it
+    own_inputs: bool = False  # the model makes its inputs itself, by `preprocess_inputs(messages)`
+    prompt: str | None = None  # the text, without a chat template, with `{picture}` and `{prompt}` in it
+    picture: str = "<image>"  # what stands for `{picture}`, where a sample has one
+    one_by_one: bool = False  # pictures of different shapes cannot be in one batch, so a batch holds one sample
+    page_lists: bool = False  # a list of pictures is the pages of one (GOT-OCR2) or refused (Kimi-VL): none is given
+    own_code: bool = False  # its repository has its code, written for transformers 4 (`llava.analysis.remote_code`)
+    embedding: str | None = None  # the text embedding, where `get_input_embeddings` does not give it
+    joins_patches: bool = False  # a row of what `features` names is several of the encoder's tokens side by side
 
 
 # By model_type.
@@ -75,10 +47,7 @@ _GOT = Family(
     page_lists=True,
 )
 FAMILIES = {
-    "glm4v": _GLM,
-    "glm4v_moe": _GLM,
-    "glm46v": _GLM,
-    "glm_ocr": _GLM,
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
     # The projector's attention leaves padded patches out, the encoder computes them.
     "idefics2": Family(tokens="attention_mask"),
     "aria": Family(tokens="~attn_mask"),
@@ -120,22 +89,12 @@ _QFORMER = "a Q-Former is between its encoder and its projector"
 _NO_PROJECTOR = "it has no projector whose output enters an LLM as visual tokens"
 _STREAMS = "the layers of its LLM carry several states per token, so a token has no single norm or direction"
 REFUSED = {
-    "mllama": _CROSS,
-    "blip": _CROSS,
-    "idefics": _CROSS,
-    "evolla": _CROSS,
-    "blip-2": _QFORMER,
-    "instructblip": _QFORMER,
-    "instructblipvideo": _QFORMER,
+    **dict.fromkeys(("mllama", "blip", "idefics", "evolla"), _CROSS),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QFORMER),
+    **dict.fromkeys(("gemma3n", "glm5_next", "qwen4_exp"), _STREAMS),
+    **dict.fromkeys(("chameleon", "emu3", "fuyu", "git"), _NO_PROJECTOR),
     "florence2": "it is an encoder-decoder",
-    "gemma3n": _STREAMS,
-    "glm5_next": _STREAMS,
-    "qwen4_exp": _STREAMS,
     "gemma4_unified": "it has no vision encoder: patches of pixels pass through one linear layer into its projector",
-    "chameleon": _NO_PROJECTOR,
-    "emu3": _NO_PROJECTOR,
-    "fuyu": _NO_PROJECTOR,
-    "git": _NO_PROJECTOR,
     "phi4_multimodal": "transformers gives it no class that takes pictures by one common interface",
 }
 """Families whose visual tokens have no single place or norm, by model_type, with the reason."""

@@ -59,22 +59,16 @@ def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int)
 def process_images(
     images: list[Image.Image], image_processor: BaseImageProcessor, model_cfg: object
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Pixels of `images`, in the processor's range.
+    """Pixels of `images`, pictures in any mode, in the processor's range.
 
     Args:
-        images: pictures in any mode.
-        image_processor: the vision tower's.
-        model_cfg: any object; its `image_aspect_ratio` is read if it has one, and for `anyres` `image_grid_pinpoints`.
-            `pad` pads to a square with the processor's mean colour; None or `square` leaves the shape to the processor;
-            `anyres` gives each picture several crops, see `llava.anyres`. `image_orientation` `exif` turns pictures
-            upright, see `llava.utils.pixels`.
+        model_cfg: any object, whose `image_aspect_ratio` is read: `pad` pads to a square with the processor's mean
+            colour; None or `square` leaves the shape to the processor; `anyres` gives each picture several crops by
+            `image_grid_pinpoints`, see `llava.anyres`. `image_orientation` `exif` turns pictures upright.
 
     Returns:
         [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes; with `anyres` [N, n, 3, H, W] for n
         crops per picture, or a list of [n, 3, H, W] if their numbers differ.
-
-    Raises:
-        ValueError: the mode or a grid is unknown, or there are no images.
     """
     mode = getattr(model_cfg, "image_aspect_ratio", None)
     check_modes(mode)
@@ -146,18 +140,11 @@ def resized_square(
     return columns.resize(size, resample)
 
 
-def process_anyres_image(image: Image.Image, processor: BaseImageProcessor, grid_pinpoints: Pinpoints) -> torch.Tensor:
-    """Pixels of a picture's crops [n, 3, H, W]: the whole picture, squeezed, and the parts of its grid row by row.
-
-    Args:
-        image: in any mode.
-        processor: the vision tower's.
-        grid_pinpoints: see `llava.anyres.parse_pinpoints`.
-
-    Raises:
-        ValueError: see `llava.anyres.parse_pinpoints`.
-    """
-    image, side = to_rgb(image), _crop_side(processor)
+def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Pinpoints) -> torch.Tensor:
+    """Pixels of a picture's crops [n, 3, H, W]: the whole picture, squeezed, and the parts of its grid row by row."""
+    # The side of the processor's crop where it crops, else what it resizes to.
+    cropped = processor.crop_size if getattr(processor, "do_center_crop", False) else None
+    image, side = to_rgb(image), (cropped or processor.size)["height"]
     grid = best_grid(image.size, parse_pinpoints(grid_pinpoints, side))
     fitted = image.resize(fitted_size(image.size, grid))
     black = Image.new("RGB", grid)
@@ -165,12 +152,6 @@ def process_anyres_image(image: Image.Image, processor: BaseImageProcessor, grid
     corners = [(left, top) for top in range(0, grid[1], side) for left in range(0, grid[0], side)]
     crops = [image.resize((side, side)), *(black.crop((x, y, x + side, y + side)) for x, y in corners)]
     return torch.stack([_pixels(crop, processor, pad=False) for crop in crops])
-
-
-def _crop_side(image_processor: Any) -> int:
-    """Pixels along a side of the processor's output: the side of its crop where it crops, else what it resizes to."""
-    cropped = image_processor.crop_size if getattr(image_processor, "do_center_crop", False) else None
-    return (cropped or image_processor.size)["height"]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -182,14 +163,7 @@ def tokenizer_image_token(
     image_token_index: int = IMAGE_TOKEN_INDEX,
     return_tensors: str | None = None,
 ) -> list[int] | torch.Tensor:
-    """Token ids of `prompt`, with `image_token_index` for every `<image>`.
-
-    Returns:
-        A list, or with `return_tensors="pt"` a LongTensor [S].
-
-    Raises:
-        ValueError: `return_tensors` is neither None nor "pt".
-    """
+    """Token ids of `prompt`, with `image_token_index` for every `<image>`: a list, or with "pt" a LongTensor [S]."""
     if return_tensors not in (None, "pt"):
         raise ValueError(f"return_tensors {return_tensors!r}: expected None or 'pt'")
     ids = leading_ids(prompt, tokenizer)
