@@ -202,7 +202,6 @@ class ProjectorNormArguments:
 
 
 NORM_FIELDS = tuple(f.name for f in fields(ProjectorNormArguments))
-_DEFAULTS = {f.name: f.default for f in fields(ProjectorNormArguments)}
 # Fields that may differ between two stages: the initial gain, and whether it is trained.
 _FREE_FIELDS = ("mm_projector_norm_init", "mm_projector_norm_learnable")
 
@@ -228,7 +227,7 @@ def norm_differences(recorded: object, requested: object) -> list[tuple[str, obj
 
 def _setting(source: object, name: str) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-    return _DEFAULTS[name] if value is None else value
+    return getattr(ProjectorNormArguments, name) if value is None else value  # its default
 
 
 def norm_class(name: str) -> type[ProjectorNorm] | None:
@@ -244,10 +243,7 @@ def norm_class(name: str) -> type[ProjectorNorm] | None:
 def record_norm(config: "PretrainedConfig", flags: object, embedding: nn.Module | torch.Tensor) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
-    Args:
-        config: model config with `hidden_size`.
-        flags: an object with the fields `NORM_FIELDS`.
-        embedding: the text embedding before any token is added, see `mean_text_embedding_norm`.
+    `flags` has the fields `NORM_FIELDS`; `embedding` is the text embedding before any token is added.
     """
     for name in NORM_FIELDS:
         setattr(config, name, getattr(flags, name))
@@ -260,9 +256,7 @@ def record_norm(config: "PretrainedConfig", flags: object, embedding: nn.Module 
 
 
 def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
-    """The norm that ends the projector, or None.
-
-    `mm_projector_norm_target` decides the initial gain; weights loaded afterwards overwrite it.
+    """The norm that ends the projector, or None; `mm_projector_norm_target` decides its initial gain.
 
     Raises:
         ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
@@ -345,12 +339,11 @@ def _weight_of(embedding: nn.Module | torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: int = 16384) -> float:
-    """Mean L2 norm over the non-zero text embeddings (paper eq. 11), measured in fp32 chunks.
+    """Mean L2 norm over the non-zero text embeddings (paper eq. 11), measured in fp32 chunks of rows.
 
     Args:
         embedding: the LLM's `embed_tokens`, whose output is measured (Gemma's multiplies by sqrt(D)), or a matrix
             [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
-        chunk_rows: rows per conversion to fp32, which bounds the extra memory for huge vocabularies.
 
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
