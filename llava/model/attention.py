@@ -76,7 +76,8 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
             f"--compile_layers True: attention over packed samples {reason}; leave the flag out, or pass "
             "--attn_implementation sdpa, whose mask covers all pairs of a batch's tokens"
         )
-    logger.warning("attention over packed samples in one kernel %s; here each layer calls one per sample", reason)
+    note = "attention over packed samples in one kernel %s; one per sample is slower the shorter the samples are"
+    logger.warning(note, reason)
     return SEGMENTS
 
 

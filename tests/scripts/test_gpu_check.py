@@ -363,7 +363,7 @@ def test_a_way_that_fails_is_named_and_the_others_have_rows(monkeypatch, tmp_pat
     gpu_parts.run(Setting("paths", tmp_path, cpu=True))
     result = gpu_check.read(tmp_path, "paths", cpu=True)
     ways = {row["way"] for row in result["rows"]}
-    assert {"vocabulary mix", "norm before the MLP", "LoRA, then answers", "answers, scores, analysis"} <= ways
+    assert {"norm before the MLP", "LoRA, then answers", "answers, scores, analysis"} <= ways
     assert {"answer-lora", "answer-used", "score", "update-rates", "interventions"} <= set(commands)
     if resumed == 1.0:
         assert result["status"] == MEASURED and "ZeRO-3, resumed" in ways
