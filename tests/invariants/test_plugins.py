@@ -18,7 +18,7 @@ from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_runs
 from llava.export.__main__ import main as export_command
 from llava.export.hf import export
-from llava.export.remote_code import code_files
+from llava.export.remote_code import code
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import parse_flags as launcher_flags
 from llava.mm_utils import load_tokenizer
@@ -198,7 +198,7 @@ def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
     plugins.load(path)
     with pytest.raises(ValueError, match="its norm half_rmsnorm is code of your own"):
         export(str(run), tmp_path / "exported")
-    assert not (tmp_path / "exported").exists() and "Half" not in code_files("llava_norm")["modeling_llava_norm.py"]
+    assert not (tmp_path / "exported").exists() and "Half" not in code()
 
 
 def test_the_export_command_asks_for_the_plug_in_and_then_names_the_part(trained_half, tmp_path, capsys):
