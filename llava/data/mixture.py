@@ -123,7 +123,8 @@ def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
     if weight is not None and not (type(weight) in (int, float) and 0 < weight < math.inf):
         raise ValueError(f"'weight' is {weight!r:.80}; expected a number above 0")
     if before and (weight is None) != (before[0].weight is None):
-        raise ValueError("has no 'weight', but others have, or the reverse; give all a weight, or none")
+        found = "has no 'weight', but others have" if weight is None else "has a 'weight', but others have none"
+        raise ValueError(f"{found}; give all a weight, or none")
     if folder is not None and not Path(folder := _place(path, folder)).exists():
         raise ValueError(f"image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     if fields["json_path"].endswith(MIXTURES):
