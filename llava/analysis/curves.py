@@ -1,9 +1,8 @@
 """Curves over the LLM's layers, as tables and figures; a command is a view of one measurement (see `measure`)."""
 
 import argparse
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -224,24 +223,15 @@ def verdict(model: str, measurement: Measurement) -> str:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int) -> Iterator[np.ndarray]:
-    """Axes [rows, models] that share each row's scale, with the groups' legend below."""
-    size = (max(3.4 * len(measured), 5.5), 2.9 * rows + 0.6)
-    with figure(args, rows, len(measured), figsize=size, sharey="row", sharex=True, squeeze=False) as (drawn, axes):
-        yield axes
-        for axis, name in zip(axes[0], measured, strict=True):
-            axis.set_title(name)
-        handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
-        drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
-
-
 def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: View) -> None:
-    """A column per model, a row per value."""
-    with panels(args, measured, len(view.panels)) as axes:
-        for column, measurement in enumerate(measured.values()):
+    """A column per model, a row per value that all models share the scale of, with the groups' legend below."""
+    rows, columns = len(view.panels), len(measured)
+    size = (max(3.4 * columns, 5.5), 2.9 * rows + 0.6)
+    with figure(args, rows, columns, figsize=size, sharey="row", sharex=True, squeeze=False) as (drawn, axes):
+        for column, (name, measurement) in enumerate(measured.items()):
             for row, what in enumerate(view.panels):
                 draw_groups(axes[row, column], measurement, what, view.sinks)
+            axes[0, column].set_title(name)
             axes[-1, column].set_xlabel("layer")
         for row, (what, label) in enumerate(view.panels.items()):
             axes[row, 0].set_ylabel(label)
@@ -250,6 +240,8 @@ def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: 
                     cosine_scale(axis)
                 elif what in view.logarithmic:
                     axis.set_yscale("log")
+        handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+        drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
 
 
 def draw_groups(axis: "Axes", measurement: Measurement, what: str, sinks: bool) -> None:

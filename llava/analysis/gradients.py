@@ -70,7 +70,9 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
         model.requires_grad_(False).train()
         template = choose_template(model.config, named.path, args.conv_mode)
         batch, labels = training_batch(drawn[:], tokenizer, image_processor, model, template)
-        bare, trained = split(model.get_model().mm_projector)
+        bare = model.get_model().mm_projector
+        trained = projector_norm(bare)
+        bare = bare if trained is None else bare[:-1]
 
         def measured(arms: Sequence[str]) -> Values:
             model.get_model().mm_projector = arm_projector(arms[0], bare, trained, model)
@@ -116,12 +118,6 @@ def training_batch(
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     pictures = [sample.image for sample in examples]
     return models.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
-
-
-def split(projector: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """The projector without its norm, and the norm, if it has one."""
-    norm = projector_norm(projector)
-    return (projector, None) if norm is None else (projector[:-1], norm)
 
 
 def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: LlavaMetaForCausalLM) -> nn.Module:

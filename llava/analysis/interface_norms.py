@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the table and the figure."""
     interfaces = [interface(model, args) for model in required_models(args.models)]
-    rows = [row for measured in interfaces for row in table_rows(measured)]
-    write_result(args, rows)
+    write_result(args, [row for measured in interfaces for row in table_rows(measured)])
     for measured in interfaces:
         if ENTERING in measured.norms:
             print(headline(measured))
@@ -128,9 +127,7 @@ def headline(measured: Interface) -> str:
     """One sentence: how far apart visual and text tokens are where they enter the LLM."""
     norms = measured.norms
     if TEXT_IN not in norms:
-        return (
-            f"{measured.name}: no text enters the LLM beside the pictures, so their norms have nothing to compare with"
-        )
+        return f"{measured.name}: no text enters the LLM beside the pictures, so there is no norm to compare with"
     table = ""
     if measured.factor is not None:
         visual, embedding = norms.get(ENTERING + SINKLESS, norms[ENTERING]), norms.get(TABLE_IN, norms[TABLE])
@@ -196,14 +193,10 @@ def draw(args: argparse.Namespace, interfaces: list[Interface]) -> None:
                 outline = what == TEXT_IN
                 axis.stairs(share, edges, color=colour, fill=not outline, alpha=1 if outline else 0.55, label=what)
                 axis.axvline(median(norms), color=colour, linewidth=1.2, linestyle=":" if outline else "--")
-            axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(measured))
+            apart = ratio(measured, SINKLESS)
+            title = f"{measured.name}: visual / text = {apart:.3g}" if math.isfinite(apart) else measured.name
+            axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=title)
             axis.spines["left"].set_visible(False)
         axes[-1, 0].set_xlabel("L2 norm (dashed: median)")
         handles = {label: h for axis in axes[:, 0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
-
-
-def heading(measured: Interface) -> str:
-    """The model's name, with how far apart visual and text tokens are."""
-    apart = ratio(measured, SINKLESS)
-    return f"{measured.name}: visual / text = {apart:.3g}" if math.isfinite(apart) else measured.name

@@ -156,13 +156,20 @@ class Probe:
         groups = self.groups(batch)
         with self.recording(groups, edit) as seen:
             outputs = self.model(**({"use_cache": False} | batch.inputs | options))
+        seen["states"] = [*seen["entered"], *seen["left"][-1:]]
         self._check(seen, groups)
         rows = self._embedding_rows(batch.input_ids)
         if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
             self._check_visual_positions(seen, groups, rows)
             self._pictures_enter = True
-        for features in seen["features"]:
-            self._check_features(features)
+        features, wide = self.parts.features, seen["features"][0] if seen["features"] else None
+        if wide is not None and features.may_join_patches(wide):
+            raise ValueError(
+                f"{self.name}: {type(features.module).__name__} takes rows of {wide.shape[-1]} numbers, and tokens of "
+                f"the vision encoder have {features.width}; name the module whose output is the encoder's tokens by "
+                "--vision-path"
+            )
+        pairs = enumerate(zip(seen["left"], seen["states"][1:], strict=True))
         return Observation(
             groups,
             seen["states"],
@@ -170,7 +177,7 @@ class Probe:
             _rows(seen["projector_output"]),
             outputs.logits,
             outputs,
-            {index: left for index, left in enumerate(seen["left"]) if left is not None},
+            {index: left for index, (left, state) in pairs if left is not state and not torch.equal(left, state)},
             rows.norm(dim=-1),
         )
 
@@ -182,32 +189,21 @@ class Probe:
         return rows * known.to(rows.device)[..., None]
 
     @contextlib.contextmanager
-    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[Any]]]:
-        """While the context is open, a forward pass fills the dict's lists of tensors (`states`, ...)."""
-        seen: dict[str, list[Any]] = defaultdict(list)
-        parts = self.parts
-        handles = []
+    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """While the context is open, a forward pass fills the dict's lists: what enters and leaves the layers, ..."""
+        seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+        parts, joins = self.parts, self.parts.features.joins_patches
 
-        def enter(index: int) -> Callable:
-            def hook(_: nn.Module, args: tuple, kwargs: dict) -> Any:
-                states = args[0] if args else kwargs["hidden_states"]
-                if index == 0 and edit is not None:
-                    states = edit(states, groups)
-                    args, kwargs = ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
-                if index and index == len(seen["left"]) and _same(seen["left"][-1], states):
-                    seen["left"][-1] = None
-                seen["states"].append(states)
-                return args, kwargs
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> Any:
+            states = args[0] if args else kwargs["hidden_states"]
+            if edit is not None and not seen["entered"]:
+                states = edit(states, groups)
+                args, kwargs = ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
+            seen["entered"].append(states)
+            return args, kwargs
 
-            return hook
-
-        def leave(index: int) -> Callable:
-            def hook(_: nn.Module, args: tuple, output: Any) -> None:
-                last = index == len(parts.layers) - 1
-                seen["left"].append(None if last else _tensor(output))
-                seen["states"] += [_tensor(output)] if last else []
-
-            return hook
+        def leave(_: nn.Module, args: tuple, output: Any) -> None:
+            seen["left"].append(output if isinstance(output, torch.Tensor) else output[0])
 
         def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if is_floating(first_tensors(args, kwargs)):  # Ovis also looks its picture markers up in the table
@@ -216,12 +212,11 @@ class Probe:
         def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if is_floating(first_tensors(args, kwargs)):
                 rows = parts.features.of(args, kwargs, output)
-                joined = parts.features.joins_patches and parts.features.may_join_patches(rows)
+                joined = joins and parts.features.may_join_patches(rows)
                 seen["features"].append(rows.reshape(-1, parts.features.width) if joined else rows)
 
-        for index, layer in enumerate(parts.layers):
-            handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
-            handles.append(layer.register_forward_hook(leave(index)))
+        handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in parts.layers]
+        handles += [layer.register_forward_hook(leave) for layer in parts.layers]
         handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
         handles.append(parts.features.module.register_forward_hook(features, with_kwargs=True))
         try:
@@ -229,15 +224,6 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _check_features(self, rows: torch.Tensor) -> None:
-        features = self.parts.features
-        if features.may_join_patches(rows):
-            raise ValueError(
-                f"{self.name}: {type(features.module).__name__} takes rows of {rows.shape[-1]} numbers, and tokens of "
-                f"the vision encoder have {features.width}; name the module whose output is the encoder's tokens by "
-                "--vision-path"
-            )
 
     def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:
         shape = tuple(seen["states"][0].shape[:2]) if seen["states"] else ()
@@ -298,15 +284,6 @@ class Probe:
 
 def _cosine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return F.cosine_similarity(first, second, dim=-1)
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first is second or (first.shape == second.shape and torch.equal(first, second))
-
-
-def _tensor(output: Any) -> torch.Tensor:
-    """The tensor of a module's result: itself, or the first of a tuple or model output."""
-    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor | None:

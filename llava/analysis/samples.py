@@ -32,6 +32,8 @@ PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/hel
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
+NAME = "name of the sample"
+"""The field of a record that was made here, where others have an id."""
 
 
 class Unreadable(ValueError):
@@ -92,7 +94,7 @@ class Samples(Sequence[PicturePrompt]):
             return [sample for sample in samples if sample is not None]
         source, number = self.chosen[index]
         record = source.records[number]
-        name = record.get("name") or record_name(record, number)
+        name = record.get(NAME) or record_name(record, number)
         place = ", ".join(filter(None, (source.name, name)))
         prompt, answer = first_turns(record["conversations"])
         if prompt is None:
@@ -206,7 +208,7 @@ def _records(path: Path, folder: Path | None) -> tuple[Source, list[int | None]]
 def record_of(name: str, image: Any, prompt: str | None, answer: str | None = None) -> Record:
     """A record of one picture and one question."""
     turns = [{"from": "human", "value": prompt}] + ([] if answer is None else [{"from": "gpt", "value": answer}])
-    return {"name": name, "image": image, "conversations": turns}
+    return {NAME: name, "image": image, "conversations": turns}
 
 
 def first_turns(conversations: list[dict[str, Any]]) -> tuple[str | None, str | None]:

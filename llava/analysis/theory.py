@@ -29,8 +29,7 @@ QUANTITIES = ("|h|", "C", "phi", "w", "w predicted", "error")
 PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser)
+add_arguments = measure.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
