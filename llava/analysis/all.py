@@ -50,11 +50,7 @@ def chosen(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the commands.
-
-    Raises:
-        ValueError: no checkpoint, or one without a config; some commands failed.
-    """
+    """Runs the commands. Raises ValueError: no checkpoint, or one without a config; some commands failed."""
     found = [str(config.parent) for config in sorted(QUICKSTART.glob("*/finetune/config.json"))]
     models = required_models(args.models or list(map(named_model, found)))
     fitting = {command: fitting_models(command, models) for command in args.commands}

@@ -238,8 +238,7 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
 def picture_grid(model: Any, batch: Batch, count: int) -> tuple[int, int]:
     """Rows and columns of the `count` visual tokens of a batch of one sample, in the area that the encoder sees.
 
-    Raises:
-        NoMap: the places of the tokens are not known.
+    Raises NoMap: the places of the tokens are not known.
     """
     if not hasattr(model, "crop_rules"):
         return visual_grid(model.config.model_type, batch.inputs, count)

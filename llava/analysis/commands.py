@@ -61,11 +61,7 @@ def named_model(text: str) -> NamedModel:
 
 
 def required_models(models: list[NamedModel]) -> list[NamedModel]:
-    """Returns `models`.
-
-    Raises:
-        ValueError: there is none, or two models have one name.
-    """
+    """Returns `models`. Raises ValueError: there is none, or two models have one name."""
     if not models:
         raise ValueError("--model: give at least 1 checkpoint folder or hub id, found 0")
     names = [model.name for model in models]

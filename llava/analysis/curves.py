@@ -95,11 +95,7 @@ def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurem
 
 
 def expand(folder: Path, models: list[NamedModel]) -> Run:
-    """Adds a run's checkpoints to `models`.
-
-    Raises:
-        ValueError: the folder has none whose step is known.
-    """
+    """Adds a run's checkpoints to `models`. Raises ValueError: the folder has none whose step is known."""
     name = "/".join([part for part in folder.parts if part != "/"][-2:])
     folders = [(step_of(path), path) for path in checkpoints(str(folder))]
     steps = dict(sorted((step, path) for step, path in folders if step is not None))

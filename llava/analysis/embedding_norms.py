@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> None:
 def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
     """Reads the embedding matrix of `model` chunk by chunk.
 
-    Raises:
-        FileNotFoundError, ValueError: see `WeightFiles`; a matrix of integers (quantised) or with NaN.
+    Raises FileNotFoundError, ValueError: see `WeightFiles`; a matrix of integers (quantised) or with NaN.
     """
     files = WeightFiles(model.path)
     name = files.embedding_name(embedding_name)

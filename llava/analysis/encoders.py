@@ -25,8 +25,7 @@ MODEL_TYPES = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for 
 def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
     """A function from samples to the encoder's patch tokens [N, E] after layer `--vision-layer`.
 
-    Raises:
-        ValueError: there is no such encoder, or it has no such layer; its own code may not run.
+    Raises ValueError: there is no such encoder, or it has no such layer; its own code may not run.
     """
     if config_fields(named.path)["model_type"] == MOONVIT:
         return load_moonvit(named.path, args)

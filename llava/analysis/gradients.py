@@ -59,11 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
-    """Every arm's gradients.
-
-    Raises:
-        ValueError: not one of our checkpoints, or the samples have no answers.
-    """
+    """Every arm's gradients. Raises ValueError: not one of our checkpoints, or the samples have no answers."""
 
     def start() -> Callable[[Sequence[str]], Values]:
         tokenizer, model, image_processor = models.load_ours(named, args)

@@ -155,8 +155,7 @@ def encoder_norms(model: NamedModel, args: argparse.Namespace) -> np.ndarray:
 def vocabulary_norms(path: str, module: str) -> np.ndarray:
     """Norms of a visual vocabulary's rows, read from the files.
 
-    Raises:
-        ValueError: not exactly one tensor has its name.
+    Raises ValueError: not exactly one tensor has its name.
     """
     files, ending = WeightFiles(path), module.rsplit(".", 1)[-1] + ".weight"
     names = [name for name in files.names if f".{name}".endswith("." + ending)]

@@ -113,8 +113,7 @@ def measure_interventions(named: NamedModel, drawn: samples.Samples, args: argpa
 def outcomes_of(probe: Probe, sample: PicturePrompt, alphas: list[float]) -> Iterator[dict[str, Any]]:
     """Every intervention's outcome for one sample, the untouched run's first, see `compare`.
 
-    Raises:
-        ValueError: the sample has no text that enters beside its picture.
+    Raises ValueError: the sample has no text that enters beside its picture.
     """
     batch = probe.prepare([sample])
     untouched = run_of(probe, batch)

@@ -193,11 +193,7 @@ class Measurement:
 
 
 def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> Measurement:
-    """The model's values over the samples.
-
-    Raises:
-        ValueError: see `models.load`; a batch has no visual positions.
-    """
+    """The model's values over the samples. Raises ValueError: see `models.load`; a batch has no visual positions."""
 
     def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
         probe = models.load(named, args)
@@ -225,8 +221,7 @@ def joined(parts: Sequence[Values]) -> Values:
 def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
     """The values of one batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
 
-    Raises:
-        ValueError: no sample of it has visual positions; a value is NaN or infinite.
+    Raises ValueError: no sample of it has visual positions; a value is NaN or infinite.
     """
     if not bool(seen.visual.any()):
         raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")

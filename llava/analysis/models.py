@@ -91,8 +91,7 @@ def load(model: NamedModel, args: argparse.Namespace) -> Probe:
 def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The fields of a model's config.json.
 
-    Raises:
-        ValueError: there is none; or code may run, and others can write where it is loaded from.
+    Raises ValueError: there is none; or code may run, and others can write where it is loaded from.
     """
     if trust_remote_code:
         refuse_shared_variable("HF_MODULES_CACHE")
@@ -120,8 +119,7 @@ def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
 def base_of(path: str, args: argparse.Namespace) -> str | None:
     """The language model that a stage-1 or LoRA folder needs beside it; None for a whole checkpoint.
 
-    Raises:
-        ValueError: the folder holds a projector alone, and no `--model-base` is given.
+    Raises ValueError: the folder holds a projector alone, and no `--model-base` is given.
     """
     folder = Path(path)
     if not folder.is_dir() or any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):

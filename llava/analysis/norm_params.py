@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the table, ending with the paper's rows, and the figure over the steps.
 
-    Raises:
-        ValueError: none of the models has a norm.
+    Raises ValueError: none of the models has a norm.
     """
     rows, without = [], []
     folders = [(model, folder) for model in required_models(args.models) for folder in checkpoints(model.path)]

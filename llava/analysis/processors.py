@@ -26,7 +26,7 @@ def load_processor(path: str, config: PretrainedConfig | None = None, trust: boo
     """The processor saved with a model; where torchvision is missing, without its video part, which needs it.
 
     torchvision is not required: PyPI has only its build for CUDA, which cannot be imported next to a CPU build of
-    PyTorch, and with it most processors would resize pictures to other pixels.
+    PyTorch. Where it is there, transformers resizes with it, and pixels of some families differ by one of 256 levels.
 
     Args:
         trust: its repository's code may run.

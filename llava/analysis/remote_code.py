@@ -69,8 +69,7 @@ def load_remote(path: str, auto_class: Any, device: str, dtype: str) -> PreTrain
 def fill(model: nn.Module, files: WeightFiles) -> None:
     """Copies the tensors of `files` into `model`; a tied one may have either of its names there.
 
-    Raises:
-        ValueError: a weight is in no file, or has another shape there.
+    Raises ValueError: a weight is in no file, or has another shape there.
     """
     tensors = model.state_dict(keep_vars=True)
     filled = set()

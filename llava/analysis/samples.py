@@ -157,11 +157,7 @@ def choose(args: argparse.Namespace) -> Samples:
 
 
 def default_data() -> str:
-    """The playground's held-out pictures: scenes, else stamps.
-
-    Raises:
-        ValueError: neither has been prepared.
-    """
+    """The playground's held-out pictures: scenes, else stamps. Raises ValueError: neither has been prepared."""
     if prepared := next((path for path in PLAYGROUND if Path(path).is_file()), None):
         return prepared
     raise ValueError(f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes")
@@ -221,8 +217,7 @@ def first_turns(conversations: list[dict[str, Any]]) -> tuple[str | None, str | 
 def _benchmark_rows(shard: Path) -> list[Record]:
     """The rows of a benchmark's file as records.
 
-    Raises:
-        ValueError: the columns of a benchmark are missing; the message names those that are there.
+    Raises ValueError: the columns of a benchmark are missing; the message names those that are there.
     """
     names = pq.read_schema(shard).names
     for columns, present in (

@@ -102,8 +102,7 @@ def measure_assumptions(named: NamedModel, drawn: samples.Samples, args: argpars
 def sample_values(probe: Probe, sample: samples.PicturePrompt) -> Values:
     """The values of every layer, without sinks and with them, and how many sinks there are.
 
-    Raises:
-        ValueError: all tokens of a modality are sinks, or there are none; a value is NaN or infinite.
+    Raises ValueError: all tokens of a modality are sinks, or there are none; a value is NaN or infinite.
     """
     seen, values = probe.run(probe.prepare([sample])), {}
     groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
