@@ -49,6 +49,7 @@ sys.exit(128 - min(codes) if min(codes) < 0 else max(codes))
 
 # In place of Python with its torchrun and ranks: what each node's training does, by its number.
 TRAINER = """#!/usr/bin/env bash
+[ "$1" != -c ] || exit 0 # whether it has DeepSpeed
 behaviours=($BEHAVIOURS)
 exec {python} -c '
 import os, pathlib, signal, sys, time
