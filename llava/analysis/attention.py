@@ -242,12 +242,12 @@ def picture_grid(model: Any, batch: Batch, count: int) -> tuple[int, int]:
     """
     if not hasattr(model, "crop_rules"):
         return visual_grid(model.config.model_type, batch.inputs, count)
-    rules = model.crop_rules()
+    rules, side = model.crop_rules(), model.crop_rules().tokens_per_side
     if rules.is_anyres:
         raise NoMap("this checkpoint cuts them into crops")
-    if rules.tokens_per_crop != rules.tokens_per_side**2 or count != rules.tokens_per_crop:
-        raise NoMap(f"{count} visual tokens do not fill {rules.tokens_per_side} rows and columns")
-    return rules.tokens_per_side, rules.tokens_per_side
+    if not count == rules.tokens_per_crop == side**2:
+        raise NoMap(f"{count} visual tokens do not fill {side} rows and columns")
+    return side, side
 
 
 def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple[int, int]:

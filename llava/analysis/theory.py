@@ -161,29 +161,24 @@ def summary(rows: list[dict[str, Any]]) -> list[TableRow]:
     return table
 
 
-def _assumptions(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _assumptions(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     # Each assumption's measure in every layer.
+    of = {name: np.array([row[name] for row in rows]) for name in rows[0] if name not in ("model", "tokens")}
     return {
-        "norm, visual over text": [row["visual |h|"] / row["text |h|"] for row in rows],
-        "C, visual over text (assumed 1)": [row["visual C"] / row["text C"] for row in rows],
-        "C, std over mean within visual (assumed 0)": [row["visual C spread"] for row in rows],
-        "C, std over mean within text (assumed 0)": [row["text C spread"] for row in rows],
-        "phi, visual minus text, degrees (assumed 0)": [row["visual phi"] - row["text phi"] for row in rows],
-        "phi, std within visual, degrees (assumed 0)": [row["visual phi std"] for row in rows],
-        "phi, std within text, degrees (assumed 0)": [row["text phi std"] for row in rows],
-        "drift of visual rotations over chance (assumed 1)": [
-            row["visual drift"] / row["visual drift if symmetric"] for row in rows
-        ],
-        "drift of text rotations over chance (assumed 1)": [
-            row["text drift"] / row["text drift if symmetric"] for row in rows
-        ],
-        "product of a visual and a text rotation (assumed 0)": [row["rotations' product"] for row in rows],
-        "cosine of a visual and a text token, change by a layer": [
-            row["cos measured"] - row["cos before"] for row in rows
-        ],
-        "the same, predicted (Theorem 1)": [row["cos predicted"] - row["cos before"] for row in rows],
-        "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
-        "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
+        "norm, visual over text": of["visual |h|"] / of["text |h|"],
+        "C, visual over text (assumed 1)": of["visual C"] / of["text C"],
+        "C, std over mean within visual (assumed 0)": of["visual C spread"],
+        "C, std over mean within text (assumed 0)": of["text C spread"],
+        "phi, visual minus text, degrees (assumed 0)": of["visual phi"] - of["text phi"],
+        "phi, std within visual, degrees (assumed 0)": of["visual phi std"],
+        "phi, std within text, degrees (assumed 0)": of["text phi std"],
+        "drift of visual rotations over chance (assumed 1)": of["visual drift"] / of["visual drift if symmetric"],
+        "drift of text rotations over chance (assumed 1)": of["text drift"] / of["text drift if symmetric"],
+        "product of a visual and a text rotation (assumed 0)": of["rotations' product"],
+        "cosine of a visual and a text token, change by a layer": of["cos measured"] - of["cos before"],
+        "the same, predicted (Theorem 1)": of["cos predicted"] - of["cos before"],
+        "w, text over visual, measured": of["text w"] / of["visual w"],
+        "w, text over visual, predicted (eq. 8)": of["text w predicted"] / of["visual w predicted"],
     }
 
 
