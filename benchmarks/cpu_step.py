@@ -2,7 +2,7 @@
 
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
 batch. fp32 alone, or with `--bf16` beside it: bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is
-how a bf16 run trains here (`llava.train.masters`). They take turns in one process, and their first losses are reported.
+how a bf16 run trains here (`llava.train.optim`). They take turns in one process, and their first losses are reported.
 The floor is the time of the decoder's matrix products alone, at this machine's own rate for each shape. What this
 tree's scripts load first is loaded here too; with `LD_PRELOAD=` nothing is.
 """
@@ -26,8 +26,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.command import preloads
 from llava.model.attention import packed_attention
-from llava.train.masters import MasterWeights
-from llava.train.optim import PARTS, set_trainable
+from llava.train.optim import PARTS, MasterWeights, set_trainable
 from llava.utils.commands import Parser, whole
 
 FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"

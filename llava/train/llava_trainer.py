@@ -10,12 +10,12 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -23,6 +23,9 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
+from llava.data.records import Record
+from llava.data.table import name_of
+from llava.layout import Layout
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, lora_state_dict, save_non_lora
@@ -41,9 +44,14 @@ from llava.train.checkpoint import (
     trains_adapter_only,
 )
 from llava.train.heldout import HeldOut, accuracy, evaluating, metric_key
-from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
-from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
-from llava.train.optim import optimizer_groups, restore_groups
+from llava.train.optim import (
+    MasterWeights,
+    keeps_masters,
+    load_masters,
+    optimizer_groups,
+    restore_groups,
+    updated_parameters,
+)
 from llava.train.run_record import Settings
 from llava.train.stop import StopSignal
 from llava.train.telemetry import (
@@ -61,6 +69,7 @@ from llava.train.telemetry import (
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
+_NAMED = 16  # records per micro-batch that a message names
 
 
 class Step(list[Any]):
@@ -102,6 +111,74 @@ def library_arguments(args: TrainingArguments) -> TrainingArguments:
         config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = 1
         config["train_micro_batch_size_per_gpu"] = step_size
     return library
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row were skipped."""
+
+
+class NonFiniteGuard:
+    """Counts the steps that are skipped because their loss or gradient is not finite, and names their records.
+
+    A loss that is not finite makes its own gradient NaN (`poisoned`), so that one number shows both: the global
+    gradient norm, which all ranks share. Weights, learning rate and optimizer state stay; only the data moves on.
+
+    Args:
+        records: the training's records, to name samples.
+        limit: `--max_nonfinite_steps`, the steps in a row that end the run.
+    """
+
+    def __init__(self, records: Sequence[Record], limit: int):
+        self.records, self.limit = records, limit
+        self.in_a_row = self.total = 0
+        self.start_step([])
+
+    def start_step(self, micro_batches: list[list[int]]) -> None:
+        """Notes the samples that this rank computes in the coming step, by micro-batch."""
+        self.micro_batches = micro_batches
+        self.losses: list[torch.Tensor] = []
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Notes the loss of the next micro-batch, which stays on its device."""
+        self.losses.append(loss)
+
+    def is_applicable(self, grad_norm: float, step: int) -> bool:
+        """Whether step `step` (from 1) may be applied; if not, logs its records. Every rank must call.
+
+        Raises:
+            NonFiniteError: it is the last of `limit` such steps in a row.
+        """
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return True
+        self.in_a_row += 1
+        self.total += 1
+        message = f"skipped step {step}: gradient norm {grad_norm}; {self._suspects()}"
+        logger.warning("%s", message)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteError(
+                f"{message}. That is {self.in_a_row} in a row (--max_nonfinite_steps {self.limit}); the weights in the "
+                "last checkpoint are finite. Look at these records, or lower the learning rate"
+            )
+        return False
+
+    def _suspects(self) -> str:
+        """The records of the micro-batches whose loss is not finite, on any rank; of all if every loss is finite."""
+        names = list(map(self._names, self.micro_batches))
+        ranks = gather_object([list(zip(names, map(float, self.losses), strict=False))])
+        every = [(rank, *batch) for rank, batches in enumerate(ranks) for batch in batches]
+        if bad := [batch for batch in every if not math.isfinite(batch[2])]:
+            return "; ".join(f"loss {loss} on rank {rank}: {names}" for rank, names, loss in bad)
+        return f"every loss is finite; records of the step: {'; '.join(names for _, names, _ in every)}"
+
+    def _names(self, samples: list[int]) -> str:
+        names = ", ".join(name_of(self.records, max(i, ~i)) for i in samples[:_NAMED])
+        return names + (f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else "")
+
+
+def poisoned(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, with the gradient NaN if the loss is not finite: an infinite loss may have a finite gradient."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class LLaVATrainer(Trainer):
@@ -150,6 +227,7 @@ class LLaVATrainer(Trainer):
         self.add_callback(self.stop_signal)
         self.add_callback(CheckpointMarker(args, settings or {}))
         self.image_processor = image_processor
+        self.layout: Layout | None = None  # of the micro-batch that is computed
         if self.args.loss_reduction == "micro_batch_mean":
             self.model_accepts_loss_kwargs = False  # makes the library average over micro-batches
         self.adapter_only = trains_adapter_only(self.model)
@@ -225,19 +303,20 @@ class LLaVATrainer(Trainer):
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             alone = not is_last and not self.is_deepspeed_enabled
             with self.accelerator.no_sync(model) if alone else contextlib.nullcontext():
-                losses.append(super().training_step(model, micro_batch, num_items_in_batch))
+                batch = self.on_device(micro_batch)
+                self.layout = batch.pop("layout")  # the library cannot copy a named tuple
+                losses.append(super().training_step(model, batch, num_items_in_batch))
         # In place of the library's filter, which is off: a loss that is not finite counts as the mean of earlier ones.
-        return finite_or(
-            sum(losses[1:], losses[0]), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        )
+        # The host does not wait to see which it is.
+        loss, steps = sum(losses[1:], losses[0]), 1 + self.state.global_step - self._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, self._tr_loss / steps)
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # The library would wait for every copy; pinned memory is copied while the device computes.
-        moved: Any = send_to_device(inputs, self.args.device, non_blocking=True)
-        return moved
+    def on_device(self, batch: Any) -> Any:
+        """A collated batch on the device; pinned memory is copied while the device computes."""
+        return send_to_device(batch, self.args.device, non_blocking=True)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss: Any = super().compute_loss(*args, **kwargs)
+    def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Any:
+        loss: Any = super().compute_loss(model, {"layout": self.layout, **inputs}, *args, **kwargs)
         self.guard.add_loss(loss.detach())
         return poisoned(loss)
 
@@ -292,7 +371,7 @@ class LLaVATrainer(Trainer):
 
         answers: list[str] | None = []
         with self.throughput.paused(), evaluating(self.model_wrapped):
-            totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
+            totals = heldout.totals(self.model_wrapped, self.on_device, at_batch)
             if totals is not None and heldout.questions:
                 answers = heldout.questions.ask(self.model, at_batch)
         if totals is None or answers is None:

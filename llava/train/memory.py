@@ -35,8 +35,7 @@ from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.kernels import has_compiler, liger_runs
-from llava.train.masters import keeps_masters
-from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, is_trained, set_trainable, tunable_parts
+from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, is_trained, keeps_masters, set_trainable, tunable_parts
 from llava.train.zero import fill_bucket_sizes
 from llava.utils.paths import shipped
 

@@ -1,6 +1,7 @@
-"""Which parameters are trained, and with which learning rate and weight decay."""
+"""Which parameters are trained, with which learning rate and weight decay, and fp32 masters of those in 16 bits."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 LANGUAGE_MODEL, ADAPTER, VISION_TOWER = "mm_language_model", "mm_mlp_adapter", "mm_vision_tower"
 PARTS = (VISION_TOWER, ADAPTER, LANGUAGE_MODEL)
+_MASTERS = "masters"  # in the optimizer's state dict
 
 
 def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
@@ -136,3 +138,80 @@ def restore_groups(optimizer: Any, lr_scheduler: Any, settings: list[dict[str, A
     schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
     for group, own, rate in zip(optimizer.param_groups, settings, schedule.get_last_lr(), strict=True):
         group.update(own | {"initial_lr": own["lr"], "lr": rate})
+
+
+# --- fp32 masters -----------------------------------------------------------------------------------------------------
+
+
+def keeps_masters(args: TrainingArguments) -> bool:
+    """Whether 16-bit weights with masters replace fp32 weights under autocast.
+
+    Autocast over fp32 weights would convert every weight to 16 bits, and its gradient back, in every micro-batch.
+    Three kinds of runs have it nevertheless. Several processes without DeepSpeed reduce the model's own gradients,
+    which must then be fp32; fp16 needs a loss scaler, which takes no 16-bit gradients; with LoRA little is trained.
+    """
+    return args.bf16 and not args.deepspeed and not args.lora_enable and args.world_size == 1
+
+
+class MasterWeights:
+    """Holds the fp32 masters between a model in 16 bits and its optimizer, as DeepSpeed does.
+
+    Gradients are added up in fp32, the optimizer updates the masters, and each step copies the rounded masters to the
+    model.
+
+    Args:
+        parameters: the trained parameters; those in fp32 need no master.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.masters = {p: nn.Parameter(p.detach().float()) for p in parameters if p.dtype != torch.float32}
+        self._buffers: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.masters:
+            parameter.register_post_accumulate_grad_hook(self._take_gradient)
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates in place of these."""
+        return [self.masters.get(p, p) for p in parameters]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes every optimizer step copy the rounded masters to the model, and its state dict hold the masters."""
+        optimizer.register_step_post_hook(self._copy_to_model)
+        optimizer.register_state_dict_post_hook(self._save)
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        """Adds a micro-batch's gradient to the master's, so that gradients are never added up in 16 bits."""
+        master, gradient = self.masters[parameter], parameter.grad
+        if gradient is None:
+            return
+        if master.grad is not None:
+            master.grad += gradient
+        elif parameter.device.type == "cpu":
+            # Memory kept over the steps: fresh memory costs a page fault for every 4 KiB.
+            buffer = self._buffers.setdefault(parameter, torch.empty_like(master))
+            master.grad = buffer.copy_(gradient)
+        else:
+            master.grad = gradient.float()
+        parameter.grad = None
+
+    @torch.no_grad()
+    def _copy_to_model(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
+        optimizer.zero_grad(set_to_none=True)  # the library only clears the model's own gradients
+
+    def _save(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        ours = {id(master) for master in self.masters.values()}
+        state[_MASTERS] = {i: p.detach() for i, p in enumerate(updated_parameters(optimizer)) if id(p) in ours}
+
+
+def updated_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that the optimizer updates, in the order of its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def load_masters(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Copies the masters from a state dict that is about to be loaded, even if the model itself is in fp32 now."""
+    parameters = updated_parameters(optimizer)
+    for index, master in state.get(_MASTERS, {}).items():
+        parameters[index].copy_(master)

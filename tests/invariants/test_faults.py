@@ -29,8 +29,7 @@ from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import COMPLETE, OLDER, ResumeError, SaveError, find_checkpoint, folder_faults
-from llava.train.llava_trainer import LLaVATrainer
-from llava.train.nonfinite import NonFiniteError, poisoned
+from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog

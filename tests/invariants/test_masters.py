@@ -9,7 +9,7 @@ from torch import nn
 from training import build, flags, run
 
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.masters import MasterWeights, keeps_masters, load_masters
+from llava.train.optim import MasterWeights, keeps_masters, load_masters
 from llava.train.telemetry import LOG_FILE
 
 

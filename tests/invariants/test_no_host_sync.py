@@ -175,7 +175,7 @@ def test_copies_to_the_device_do_not_wait_and_leave_from_pinned_memory(tiny, tmp
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     batch = pin_memory(batch)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copies.append((self, kwargs)) or self)
-    prepared = trainer._prepare_inputs(batch)
+    prepared = trainer.on_device(batch)
     tensors = {id(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor)}
     assert {id(x) for x in pinned} == {id(x) for x, _ in copies} == tensors
     assert all(options["non_blocking"] for _, options in copies)

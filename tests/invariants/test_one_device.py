@@ -79,7 +79,7 @@ def train_on(accelerator, device, argv, dtype=None, autocast=False, samples=rang
         context = torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext()
         with context:
             number = torch.ones((), device=device)
-            loss = trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=number)
+            loss = trainer.compute_loss(model, trainer.on_device(batch), num_items_in_batch=number)
         assert loss.device == torch.device(device) and loss.dtype == torch.float32
         if device == "meta":
             loss.backward()

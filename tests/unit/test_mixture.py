@@ -26,7 +26,7 @@ from llava.data.records import data_files, load_records
 from llava.data.table import source_lines
 from llava.train.arguments import DataArguments
 from llava.train.checks import checked_eval_records, report_left_out
-from llava.train.nonfinite import NonFiniteGuard
+from llava.train.llava_trainer import NonFiniteGuard
 
 RULES = Rules(get_template("chatml"), "assistant")
 

@@ -21,7 +21,6 @@ REPLACED = {
     "log": "logs start_time",
     "evaluate": "eval_dataset ignore_keys metric_key_prefix",
     "save_model": "output_dir _internal_call",
-    "_prepare_inputs": "inputs",
     "_clip_grad_norm": "model",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "_load_from_checkpoint": "resume_from_checkpoint model",
