@@ -278,18 +278,28 @@ def projector_depth(config: PretrainedConfig, model_path: str = "") -> int:
     return depths[name]
 
 
-def refuse_crops(config: PretrainedConfig, suffices: bool) -> None:
-    """Raises ValueError where no class cuts pictures, or arranges their tokens, as the checkpoint does."""
+def model_type_of(config: PretrainedConfig, tower: VisionTower, depth: int) -> str:
+    """The type in `CLASSES` that computes what the checkpoint does; `depth` is the projector's.
+
+    Raises:
+        ValueError: no class cuts pictures, or arranges their tokens, as the checkpoint does.
+    """
+    norm = getattr(config, "mm_projector_norm", "none")
     aspect, merge = getattr(config, "image_aspect_ratio", None), getattr(config, "mm_patch_merge_type", None)
+    suffices = (
+        (norm, depth) == ("none", 2)
+        and not isinstance(tower, Siglip2VisionTower)  # NaFlex takes patches and not pixels
+        and getattr(config, "logits_scaling", 1) == 1  # Granite's, which its head applies and not its decoder
+    )
     if not (is_anyres(aspect) or has_newline(merge)):
-        return
-    if not suffices or (aspect, merge) != ("anyres", "spatial_unpad"):
-        raise ValueError(
-            f"the checkpoint has image_aspect_ratio={aspect}, mm_patch_merge_type={merge}, mm_projector_norm="
-            f"{getattr(config, 'mm_projector_norm', 'none')}: crops are exported as transformers' LLaVA-NeXT alone, "
-            "which has anyres with spatial_unpad, two projector layers and no norm; use the checkpoint as it is, by "
-            "llava.model.builder"
-        )
+        return STOCK if suffices else WITH_NORM
+    if suffices and (aspect, merge) == ("anyres", "spatial_unpad"):
+        return NEXT
+    raise ValueError(
+        f"the checkpoint has image_aspect_ratio={aspect}, mm_patch_merge_type={merge}, mm_projector_norm={norm}: crops "
+        "are exported as transformers' LLaVA-NeXT alone, which has anyres with spatial_unpad, two projector layers and "
+        "no norm; use the checkpoint as it is, by llava.model.builder"
+    )
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -312,9 +322,11 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
     text |= {"model_type": family.config.model_type, "architectures": [family.causal_lm.__name__], "vocab_size": rows}
     has_class_token = tower.num_prefix_tokens > 0
     dtype = str(model.dtype).removeprefix("torch.")
+    depth = projector_depth(config)
+    model_type = model_type_of(config, tower, depth)
     fields = {
-        "architectures": [LlavaForConditionalGeneration.__name__],
-        "model_type": STOCK,
+        "architectures": [CLASSES[model_type][-1].__name__],
+        "model_type": model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
         "text_config": text | {"dtype": dtype, "torch_dtype": dtype},
@@ -329,40 +341,11 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
         ROWS: config.vocab_size,
         **carried,
     }
-    own: dict[str, Any] = {
-        "projector_depth": projector_depth(config),
-        "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
-    }
-    suffices, rules = stock_classes_suffice(config, tower, own), model.crop_rules()
-    refuse_crops(config, suffices)
-    if rules.is_anyres:
-        return fields | {
-            "architectures": [LlavaNextForConditionalGeneration.__name__],
-            "model_type": NEXT,
-            "image_grid_pinpoints": [[height, width] for width, height in rules.grids],
-        }
-    if suffices:
-        return fields
-    return (
-        fields
-        | own
-        | {
-            "architectures": [LlavaNormForConditionalGeneration.__name__],
-            "model_type": WITH_NORM,
-            "auto_map": remote_code.AUTO_MAP,
-            "projector_hidden_act": NEEDS_TRUST,
-        }
-    )
-
-
-def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dict[str, Any]) -> bool:
-    """Whether the library's LLaVA class computes what the checkpoint does with an uncut picture."""
-    return (
-        getattr(config, "mm_projector_norm", "none") == "none"
-        and own == {"projector_depth": 2, "num_register_tokens": 0}
-        and not isinstance(tower, Siglip2VisionTower)  # NaFlex takes patches and not pixels
-        and getattr(config, "logits_scaling", 1) == 1  # Granite's, which its head applies and not its decoder
-    )
+    if model_type == NEXT:
+        fields["image_grid_pinpoints"] = [[height, width] for width, height in model.crop_rules().grids]
+    if model_type == WITH_NORM:
+        fields |= {"projector_depth": depth, "auto_map": remote_code.AUTO_MAP, "projector_hidden_act": NEEDS_TRUST}
+    return fields
 
 
 def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
@@ -465,25 +448,20 @@ def write_processor(image_processor: Any, fields: dict[str, Any], rules: CropRul
         "do_convert_rgb": True,
         "do_center_crop": crops,
         "crop_size": plain(image_processor.crop_size) if crops else settings["size"],
+        "processor_class": "LlavaNextProcessor" if rules.is_anyres else "LlavaProcessor",
     }
-    processor = processor_fields(fields, rules, settings["crop_size"]["height"])
     settings |= next_settings(settings, rules) if rules.is_anyres else {}
-    settings["processor_class"] = processor["processor_class"]
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
-
-
-def processor_fields(fields: dict[str, Any], rules: CropRules, side: int) -> dict[str, Any]:
-    """What counts visual tokens, in `processor_config.json`; `side` is that of a crop in pixels."""
     strategy, patch = fields["vision_feature_select_strategy"], fields["vision_config"]["patch_size"]
-    more = fields["image_seq_length"] - (side // patch) ** 2
-    return {
+    more = fields["image_seq_length"] - (settings["crop_size"]["height"] // patch) ** 2
+    processor = {
         "image_token": DEFAULT_IMAGE_TOKEN,
         "patch_size": patch,
         "num_additional_image_tokens": more + (strategy == "default"),
         "vision_feature_select_strategy": strategy,
-        "processor_class": "LlavaNextProcessor" if rules.is_anyres else "LlavaProcessor",
+        "processor_class": settings["processor_class"],
     }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
 
 
 def next_settings(settings: dict[str, Any], rules: CropRules) -> dict[str, Any]:

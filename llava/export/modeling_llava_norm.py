@@ -2,8 +2,8 @@
 """LLaVA whose projector may end in a norm aligned with the text embeddings, on the LLaVA classes of transformers.
 
 What differs from `LlavaForConditionalGeneration`: the projector has any number of linear layers and a norm as its last
-element; register tokens of the vision tower are left out; SigLIP 2 NaFlex is given squares; logits are divided by the
-language model's `logits_scaling`, where it has one. Everything else is that class's.
+element; SigLIP 2 NaFlex is given squares; logits are divided by the language model's `logits_scaling`, if it has one.
+Everything else is that class's.
 """
 
 from itertools import pairwise
@@ -22,7 +22,6 @@ class LlavaNormConfig(LlavaConfig):
     Attributes:
         mm_projector_norm: a key of `NORM_TYPES`; its settings and where its gain started follow.
         projector_depth: linear layers of the projector, with a GELU between two.
-        num_register_tokens: tokens after the vision tower's class token that are no patches.
         projector_hidden_act: says that a class without the norm cannot load this model; nothing is read from it.
     """
 
@@ -34,7 +33,6 @@ class LlavaNormConfig(LlavaConfig):
     mm_projector_norm_init_gain: float | None = None
     mm_projector_norm_learnable: bool = True
     projector_depth: int = 2
-    num_register_tokens: int = 0
 
 
 def projector_norm_of(config: LlavaNormConfig) -> ProjectorNorm | None:
@@ -58,8 +56,7 @@ class LlavaNormProjector(nn.Module):
             raise ValueError(f"vision_feature_layer={config.vision_feature_layer}: expected one layer, not several")
         width = config.text_config.hidden_size
         widths = [config.vision_config.hidden_size] + [width] * config.projector_depth
-        self.depth, self.num_register_tokens = config.projector_depth, config.num_register_tokens
-        self.registers_start = int(config.vision_feature_select_strategy == "full")  # after the class token
+        self.depth = config.projector_depth
         for index, (inner, outer) in enumerate(pairwise(widths), start=1):
             self.add_module(f"linear_{index}", nn.Linear(inner, outer))
         self.norm = projector_norm_of(config)
@@ -67,9 +64,6 @@ class LlavaNormProjector(nn.Module):
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
         """Visual tokens [N, V, D]."""
         x = image_features
-        if self.num_register_tokens:
-            start = self.registers_start
-            x = torch.cat([x[:, :start], x[:, start + self.num_register_tokens :]], dim=1)
         for index in range(1, self.depth + 1):
             x = self.get_submodule(f"linear_{index}")(x if index == 1 else F.gelu(x))
         return x if self.norm is None else self.norm(x)
@@ -99,10 +93,8 @@ class LlavaNormModel(_InitialGain, LlavaModel):
         self.post_init()
 
     def train(self, mode: bool = True) -> "LlavaNormModel":
-        """Keeps DINOv3 from jittering its positions, and a norm that is not learnable out of training."""
+        """Keeps a norm that is not learnable out of training."""
         super().train(mode)
-        if hasattr(self.vision_tower, "rope_embeddings"):
-            self.vision_tower.rope_embeddings.eval()
         norm = self.multi_modal_projector.norm
         if norm is not None and not norm.learnable:
             norm.requires_grad_(False)  # loading makes every parameter trainable
