@@ -10,12 +10,12 @@ trainer. Both override the environment, as they do in a shell.
 """
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
 from llava.launch.settings import NAMES, OF_ONE_STAGE
+from llava.utils.names import nearest_name
 from llava.utils.paths import ROOT, WORK
 from llava.utils.processes import start, wait
 
@@ -43,7 +43,7 @@ class Recipe:
         if "output_dir" in variables:
             folder = variables["output_dir"]
             raise ValueError(f"output_dir={folder}: both stages would write there; give it to pretrain() or finetune()")
-        self.variables = environment_of({"preset": preset} if preset else {}) | environment_of(variables)
+        self.variables = environment_of(variables | ({"preset": preset} if preset else {}))
         self.adapter = ""  # of the stage 1 that this recipe ran, as PRETRAIN_ADAPTER
         self.checkpoint: Path | None = None  # folder of the stage that ran last
         self._assistant: Assistant | None = None
@@ -65,20 +65,15 @@ class Recipe:
         return resolved_run(stage, *map(str, flags), **self._environment(stage, variables))
 
     def pretrain(self, *flags: str, **variables: Value) -> Self:
-        """Runs stage 1 to its end, its output where this program's goes; returns this recipe.
+        """Runs stage 1 to its end, its output where this program's goes; returns this recipe. See `plan`.
 
         A stage that was interrupted resumes. Ctrl-C stops it after the current step, waits until it has saved, and
         raises KeyboardInterrupt; a second Ctrl-C ends it at once.
 
-        Args:
-            flags, variables: see `plan`.
-
         Raises:
-            TypeError, ValueError: see `plan`.
             RuntimeError: the run failed; what it printed says why.
         """
-        folder = self._run("pretrain", flags, variables)
-        self.adapter = f"{folder}/mm_projector.bin"
+        self.adapter = f"{self._run('pretrain', flags, variables)}/mm_projector.bin"
         return self
 
     def finetune(self, *flags: str, **variables: Value) -> Self:
@@ -107,23 +102,25 @@ class Recipe:
             FileNotFoundError: nothing has been trained.
             ValueError: the picture cannot be read, or the checkpoint cannot answer.
         """
-        from llava.asking import load_picture  # takes seconds
+        from llava.asking import load_assistant, load_picture  # takes seconds
         from llava.constants import DEFAULT_IMAGE_TOKEN
         from llava.model.decoding import evaluation_options
 
-        assistant = self._loaded()
+        if self._assistant is None:
+            folder = self.checkpoint or (WORK / self.plan(STAGES[1])["flags"]["output_dir"]).resolve()
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder}: nothing is trained there; call pretrain() and finetune() first")
+            self._assistant = load_assistant(str(folder))
         if isinstance(picture, str | os.PathLike):
             picture = load_picture(os.fspath(picture), called="picture")
         turns = [{"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
         options = evaluation_options(max_new_tokens, temperature) | options
-        return assistant.answer([turns], [picture], **options)[0]
+        return self._assistant.answer([turns], [picture], **options)[0]
 
     def _environment(self, stage: str, variables: dict[str, Value]) -> dict[str, str]:
         """The variables of a stage's script: the caller's environment, the recipe's, then those for this stage."""
-        environment = INTERPRETER | os.environ | self.variables | environment_of(variables)
-        if stage == STAGES[1] and self.adapter:
-            environment.setdefault("PRETRAIN_ADAPTER", self.adapter)
-        return environment
+        own = {"PRETRAIN_ADAPTER": self.adapter} if self.adapter and stage == STAGES[1] else {}
+        return own | INTERPRETER | os.environ | self.variables | environment_of(variables)
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""
@@ -139,16 +136,6 @@ class Recipe:
         self.checkpoint = (WORK / name).resolve()
         return name
 
-    def _loaded(self) -> "Assistant":
-        from llava.asking import load_assistant
-
-        if self._assistant is None:
-            folder = self.checkpoint or (WORK / self.plan(STAGES[1])["flags"]["output_dir"]).resolve()
-            if not folder.is_dir():
-                raise FileNotFoundError(f"{folder}: nothing is trained there; call pretrain() and finetune() first")
-            self._assistant = load_assistant(str(folder))
-        return self._assistant
-
 
 def environment_of(variables: dict[str, Value]) -> dict[str, str]:
     """Keywords as variables of the scripts.
@@ -160,8 +147,8 @@ def environment_of(variables: dict[str, Value]) -> dict[str, str]:
         if name.upper() in OF_ONE_STAGE:
             raise TypeError(f"{name}: plan(stage) returns what would run, and a run trains; leave {name} out")
         if not name.islower() or name.upper() not in NAMES:
-            near = get_close_matches(name.upper(), sorted(NAMES), 1, 0.7)
-            meant = f"did you mean {near[0].lower()}?" if near else "docs/variables.md lists them"
+            near = nearest_name(name, NAMES)
+            meant = f"did you mean {near.lower()}?" if near else "docs/variables.md lists them"
             raise TypeError(f"{name} is not a variable of the scripts; {meant}")
         if not isinstance(value, Value):
             raise TypeError(f"{name}={value!r}: expected text, a number, a path or None")

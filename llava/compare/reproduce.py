@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava.analysis.all import command_line, run_all
 from llava.analysis.commands import COMMANDS, NamedModel, named_model
-from llava.compare import trained_inputs
 from llava.compare.engine import at_work, refuse_ignored
-from llava.compare.paper import ARMS
-from llava.compare.published import Published, download, lacking_space, revisions, to_download
-from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
+from llava.compare.published import Published, download, missing_data, models_of, revisions
 from llava.compare.run import Comparison
 from llava.compare.runs import Run
 from llava.compare.steps import Step
@@ -68,7 +64,9 @@ BENCHMARKS = {
     "Lin-Chen/MMStar": ("*.parquet",),
 }
 """What the paper draws its samples from; it does not say how many from each, so `--data` takes them together."""
+ENCODERS = ("CLIP-ViT-L/14", "SigLIP-SO400M", "SigLIP2-SO400M", "MoonViT-SO-400M")
 VISION_LLMS = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V", "Kimi-VL")
+ARMS = ("none", "layernorm", "gwc_layernorm")  # of Table 4
 
 
 @dataclass(frozen=True)
@@ -106,19 +104,11 @@ ITEMS = {
     "table1": Item(
         "norms of encoders' tokens and of text embeddings",
         ("interface-norms",),
-        (
-            "CLIP-ViT-L/14",
-            "SigLIP-SO400M",
-            "SigLIP2-SO400M",
-            "MoonViT-SO-400M",
-            "Qwen2.5-7B",
-            "Qwen3-8B",
-            "Llama-3.2-3B",
-        ),
+        (*ENCODERS, "Qwen2.5-7B", "Qwen3-8B", "Llama-3.2-3B"),
     ),
     "table2": Item("norms before and after the projector", ("interface-norms",), VISION_LLMS),
     "table3": Item("norms of Ovis 2.5's visual and text vocabulary", ("interface-norms",), ("Ovis2.5",)),
-    "table4": Item("benchmarks", arms=tuple(ARMS), presets=("llama-3.2-3b", "qwen2.5-7b")),
+    "table4": Item("benchmarks", arms=ARMS, presets=("llama-3.2-3b", "qwen2.5-7b")),
     "table5": Item(
         "gain and bias after stage 1", ("norm-params",), arms=("layernorm@default", "layernorm"), stage=STAGES[0]
     ),
@@ -141,27 +131,14 @@ ITEMS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("item", choices=ITEMS, help="the paper's table or figure")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be fetched and run, its size, and what is missing"
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=Path("outputs/reproduce"),
-        help="default: %(default)s; the arms are trained next to it",
-    )
-    parser.add_argument(
-        "--samples", type=whole(1), default=1000, help="samples to measure on (default: the paper's 1000)"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="show what would be fetched and run, and its size")
+    where = "default: %(default)s; the arms are trained next to it"
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/reproduce"), help=where)
+    count = "samples to measure on (default: the paper's 1000)"
+    parser.add_argument("--samples", type=whole(1), default=1000, help=count)
     parser.add_argument("--data", help="samples from here, as in llava.analysis (default: MMBench, POPE and MM-Star)")
-    parser.add_argument(
-        "--model",
-        type=named_model,
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="take a published model from this folder; NAME as in the dry run",
-    )
+    folder = "take a published model from this folder; NAME as in the dry run"
+    parser.add_argument("--model", type=named_model, action="append", default=[], metavar="NAME=PATH", help=folder)
     parser.add_argument("--preset", help="train the arms by this preset (default: the paper's)")
 
 
@@ -169,20 +146,17 @@ class Reproduction:
     """One item with the caller's choices.
 
     Attributes:
-        copies: the files of the published models and data, as the hub lists them.
-        trainings: those that the trainings take from the hub.
+        models: the published models by name: copies of the hub's, or the caller's folders.
+        copies: these copies, and those of the data that samples are drawn from unless the caller names others.
         trained: the experiments that train the arms, where scripts/compare.sh has them.
         stages: the stages in which the arms are trained.
         recipes: by preset, what the script of each stage makes of the first arm's variables.
-        models: the published models by name: copies, or the caller's folders.
-        benchmarks: what the samples are drawn from, unless the caller names others.
+        files: of each repository that is taken from the hub, by the trainings too, as the hub lists them.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.item = args, ITEMS[args.item]
         self.hub, self.results = args.output_dir / "hub", args.output_dir / args.item
-        self.copies: dict[Published, list] = {}
-        self.trainings: dict[Published, list] = {}
         presets = (args.preset,) if args.preset else self.item.presets
         arms, place = list(self.item.arms), args.output_dir.parent
         self.trained = [Comparison(name, arms, [SEED], place / f"compare-{name}") for name in presets if arms]
@@ -192,32 +166,30 @@ class Reproduction:
             comparison.set_defaults()
             first = comparison.runs[0]
             self.recipes[comparison.preset] = [comparison.recipe(first, stage) for stage in self.stages]
-        replaced = {model.name: model for model in args.model}
-        self.models = {name: replaced.get(name) or self.copy(MODELS[name]) for name in self.item.models}
-        needed = BENCHMARKS if self.item.on_samples and not args.data else {}
-        self.benchmarks = [self.copy(name, "dataset", patterns=patterns) for name, patterns in needed.items()]
+        own = {model.name: model for model in args.model}
+        self.models = {name: own.get(name) or self.copy(MODELS[name]) for name in self.item.models}
+        self.copies = [model for model in self.models.values() if isinstance(model, Published)]
+        if self.item.on_samples and not args.data:
+            self.copies += [self.copy(name, "dataset", patterns=patterns) for name, patterns in BENCHMARKS.items()]
+        self.files: dict[Published, list[Any]] = {}
 
     def copy(self, repository: str, kind: str = "model", **more: Any) -> Published:
         """A copy below `hub`; the paper's numbers are looked up by the last part of its folder."""
         return Published(repository, self.hub / f"{kind}s" / repository.rpartition("/")[2], kind, **more)
 
     def ask_hub(self) -> list[str]:
-        """Sets `copies` and `trainings`; returns what the hub cannot give, and what there is no room for."""
-        models = [model for model in self.models.values() if isinstance(model, Published)]
-        taken = [each for recipes in self.recipes.values() for each in trained_inputs.from_hub(recipes)]
-        groups = (
-            (self.copies, [*models, *self.benchmarks], revisions(self.hub)),
-            (self.trainings, dict.fromkeys(taken), {}),
-        )
-        faults = []
-        for files, sources, pinned in groups:
-            for source in sources:
-                try:
-                    files[source] = source.needed_files(pinned.get(source.repository))
-                except OSError as error:
-                    faults.append(str(error))
-        faults += [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
-        return faults + lacking_space({**self.copies, **self.trainings}, self.hub)
+        """Sets `files`; returns why the hub cannot give some, and why arms could not be scored."""
+        recipes = [recipe for stages in self.recipes.values() for recipe in stages]
+        data = [Published(each.repository, Path(each.folder), "dataset", each.patterns)
+                for each in missing_data(recipes).values()]  # fmt: skip
+        pinned, faults = revisions(self.hub), []
+        for published in dict.fromkeys([*self.copies, *models_of(recipes), *data]):
+            revision = pinned.get(published.repository) if published in self.copies else None
+            try:
+                self.files[published] = published.needed_files(revision)
+            except OSError as error:
+                faults.append(str(error))
+        return faults + [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
 
     def scoring_fault(self, comparison: Comparison) -> str:
         """Why the arms could not be scored after their training, or nothing."""
@@ -235,12 +207,14 @@ class Reproduction:
             comparison.part("inputs", {"inputs": self.inputs(comparison)})
             lanes = {run.name: self.lane(comparison, run) for run in comparison.runs}
             comparison.part(f"{comparison.preset}: {', '.join(comparison.arms)}", lanes)
+            if not self.item.commands:
+                comparison.report()
 
     def inputs(self, comparison: Comparison) -> list[Step]:
         """Prepares what the demo is trained on, or fetches the recipes' data where they are missing."""
         if comparison.demo:
             return comparison.inputs(*([name] for name in comparison.prepared()))
-        folder, names = comparison.folder / "inputs", trained_inputs.missing_data(self.recipes[comparison.preset])
+        folder, names = comparison.folder / "inputs", missing_data(self.recipes[comparison.preset])
         return [
             comparison.python(f"inputs, {name}", folder / f"{name}.log", "llava.data.prepare", name) for name in names
         ]
@@ -257,6 +231,8 @@ class Reproduction:
 
     def measurements(self) -> dict[str, list[str]]:
         """The words after `python` of each of the item's commands."""
+        from llava.analysis.all import command_line  # takes seconds
+
         models = [m if isinstance(m, NamedModel) else NamedModel(name, str(m.place)) for name, m in self.models.items()]
         more = []
         for comparison in self.trained:
@@ -268,7 +244,7 @@ class Reproduction:
             if self.item.stage != STAGES[-1] and "norm-params" not in self.item.commands:
                 more += ["--model-base", self.recipes[comparison.preset][0]["flags"]["model_name_or_path"]]
         more += ["--trust-remote-code"] * any(name in OWN_CODE for name in self.item.models)
-        data = self.args.data or ",".join(str(each.place) for each in self.benchmarks)
+        data = self.args.data or ",".join(str(copy.place) for copy in self.copies if copy.kind == "dataset")
         return {
             command: command_line(command, models, self.results, data, self.args.samples) + more
             for command in self.item.commands
@@ -278,21 +254,26 @@ class Reproduction:
         """The item's page."""
         import torch  # after the measurements, which are processes of their own
 
+        from llava.compare.record import read_record
+        from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
+        from llava.compare.tables import Statistics, caveats
+
         item, pinned = self.item, revisions(self.hub)
-        sources = [(source.repository, pinned[source.repository]) for source in self.copies]
-        sources += [(model.name, model.path) for model in self.args.model]
+        places = {copy.repository: pinned[copy.repository] for copy in self.copies}
+        places |= {model.name: model.path for model in self.args.model}
         numbers, notes = measured_numbers(self.results) if item.commands else [], item.notes
         for comparison in self.trained:
-            sources += [(f"{run.arm}, {comparison.preset}", str(run.folder(item.stage))) for run in comparison.runs]
+            places |= {f"{run.arm}, {comparison.preset}": str(run.folder(item.stage)) for run in comparison.runs}
             if not item.commands:
-                rows, limits = score_rows(comparison.preset, comparison.runs)
-                numbers, notes = numbers + rows, notes + limits
-        sources += [("samples", self.args.data)] if self.args.data and item.on_samples else []
-        text = "".join(f"{note}\n\n" for note in notes)
-        text += samples_note(self.results, self.args.samples) if item.on_samples else ""
+                stats = Statistics(read_record(comparison.folder))
+                numbers, notes = numbers + score_rows(comparison.preset, stats), notes + caveats(stats)
+        if item.on_samples:
+            notes += [samples_note(self.results, self.args.samples)]
+            places |= {"samples": self.args.data} if self.args.data else {}
         device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine()
-        text += f"{device}; commit {git_commit()}."
-        return page_of(f"{self.args.item}: {item.shows}", numbers, sorted(self.results.glob("*.png")), sources, text)
+        notes += [f"{device}; commit {git_commit()}."]
+        sources = [{"model or data": name, "revision or folder": place} for name, place in places.items()]
+        return page_of(f"{self.args.item}: {item.shows}", numbers, self.results, sources, notes)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -302,10 +283,12 @@ def run(args: argparse.Namespace) -> None:
     """The command `reproduce`.
 
     Raises:
-        ValueError: wrong flags; access or disk space is missing; a measurement failed.
+        ValueError: wrong flags; access is missing; a measurement failed.
         OSError: the hub does not answer.
         StepError: a training failed.
     """
+    from llava.analysis.all import run_all  # takes seconds
+
     item = ITEMS[args.item]
     unknown = [model.name for model in args.model if model.name not in item.models]
     if unknown:
@@ -324,7 +307,7 @@ def run(args: argparse.Namespace) -> None:
     for comparison in task.trained:
         task.train(comparison)
     with at_work(task.results):
-        download(task.copies, task.hub)
+        download({copy: task.files[copy] for copy in task.copies}, task.hub)
         run_all(task.measurements())
         page = task.page()
         write_text(task.results / PAGE, page)
@@ -341,9 +324,9 @@ def show(task: Reproduction) -> None:
             "repository": published.repository,
             "revision": files[0].commit_hash[:12],
             "GB": sum(file.file_size for file in files) / 1e9,
-            "to download": to_download(files) / 1e9,
+            "to download": sum(file.file_size for file in files if file.will_download) / 1e9,
         }
-        for published, files in {**task.copies, **task.trainings}.items()
+        for published, files in task.files.items()
     ]
     if rows:
         print(f"\n{format_table(rows)}")
@@ -351,8 +334,6 @@ def show(task: Reproduction) -> None:
         print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
         for step in task.inputs(comparison):
             print(f"first: {shlex.join(['python', *step.command[1:]])}")
-        for problem in trained_inputs.of_the_caller(task.recipes[comparison.preset]):
-            print(f"missing: {problem}")
         if not task.item.commands:
             print(f"then for each: {shlex.join(comparison.evaluation(comparison.runs[0]).command)}")
     print()

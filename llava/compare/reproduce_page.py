@@ -3,46 +3,41 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from llava.analysis.norm_params import PAPER_ROWS
-from llava.compare.paper import MEANS, TABLE_4
-from llava.compare.runs import Run
-from llava.eval.results import PAPER_COLUMNS, RESULTS_FILE, read_results
+from llava.compare.report import render
+from llava.compare.tables import TITLES, Statistics
 from llava.utils.presentation import PAPER
 
-Row = tuple[str, float | None, float | None]
-"""What is measured, the paper's number and ours."""
-NO_NUMBERS = "The paper prints no numbers here; compare the figures."
+Row = dict[str, Any]
 INITS = {"layernorm@default": "paper, default init", "layernorm": "paper, aligned init"}
 """Table 5's rows among those of `norm-params`, by arm."""
 
 
-def page_of(
-    title: str, numbers: Sequence[Row], figures: Sequence[Path], sources: Sequence[tuple[str, str]], notes: str
-) -> str:
+def page_of(title: str, numbers: Sequence[Row], folder: Path, sources: Sequence[Row], notes: Sequence[str]) -> str:
     """The page in Markdown.
 
     Args:
-        figures: files next to the page.
+        numbers: see `number`.
+        folder: where the page and its figures are.
         sources: models and data, each with its revision or folder.
         notes: what is not here, and what the rest was measured with.
     """
-    rows = [
-        (what, paper, ours, None if paper is None or ours is None else ours - paper) for what, paper, ours in numbers
-    ]
-    parts = [f"# {title}", table(("", "paper", "ours", "difference"), rows) if rows else NO_NUMBERS]
-    parts += [f"![{figure.stem}]({figure.name})" for figure in figures]
-    return "\n\n".join([*parts, table(("model or data", "revision or folder"), sources), notes]) + "\n"
+    tables = {"numbers": numbers, "models and data": sources}
+    notes = [*notes, *["The paper prints no numbers here; compare the figures."] * (not numbers)]
+    figures = [file.name for file in sorted(folder.glob("*.png"))]
+    shown = {name: rows for name, rows in tables.items() if rows}
+    return render("page.md.jinja", title=title, caveats=notes, figures=figures, tables=shown)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown; numbers with four digits."""
-
-    def cell(value: object) -> str:
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+def number(what: str, paper: float | None, ours: float | None) -> Row:
+    """A row: what is measured, the paper's number and ours in four digits, and their difference."""
+    difference = None if paper is None or ours is None else ours - paper
+    values = {"paper": paper, "ours": ours, "difference": difference}
+    return {"measured": what} | {name: value if value is None else f"{value:.4g}" for name, value in values.items()}
 
 
 def measured_numbers(results: Path) -> list[Row]:
@@ -54,20 +49,20 @@ def measured_numbers(results: Path) -> list[Row]:
     return rows
 
 
-def paper_rows(measured: Sequence[dict]) -> list[Row]:
+def paper_rows(measured: Sequence[Row]) -> list[Row]:
     """The cells of a measured table that have the paper's number next to them."""
     rows: list[Row] = []
     for row in measured:
         of = ", ".join(str(value) for value in row.values() if isinstance(value, str))
-        rows += [(f"{of}: {n}", row[n + PAPER], row[n]) for n in row if row.get(n + PAPER) is not None]
+        rows += [number(f"{of}: {n}", row[n + PAPER], row[n]) for n in row if row.get(n + PAPER) is not None]
     return rows
 
 
-def init_rows(measured: Sequence[dict]) -> list[Row]:
+def init_rows(measured: Sequence[Row]) -> list[Row]:
     """Table 5: the last checkpoint of each arm next to the paper's row."""
     last, published = {row["model"]: row for row in measured}, {row["model"]: row for row in PAPER_ROWS}
     return [
-        (f"{arm}: {name}", value, last[arm].get(name))
+        number(f"{arm}: {name}", value, last[arm].get(name))
         for arm, paper in INITS.items()
         if arm in last
         for name, value in published[paper].items()
@@ -75,21 +70,13 @@ def init_rows(measured: Sequence[dict]) -> list[Row]:
     ]
 
 
-def score_rows(preset: str, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
-    """Table 4: each arm's benchmarks and their mean next to the paper's, and what limits them."""
-    llm = next((name for name in TABLE_4 if name.lower() == preset), None)
-    titles, rows, notes = {task: title for title, task in PAPER_COLUMNS.items()}, [], []
-    for run in runs:
-        results = read_results(run.folder("eval") / RESULTS_FILE)
-        scores = {task: result.score for task, result in results.tasks.items()}
-        published, name = TABLE_4[llm][run.arm] if llm else {}, f"{llm or preset}, {run.arm}"
-        rows += [(f"{name}: {titles.get(task, task)}", published.get(task), score) for task, score in scores.items()]
-        if llm and scores.keys() >= published.keys():
-            mean = sum(scores[task] for task in published) / len(published)
-            rows.append((f"{name}: mean", MEANS[llm][run.arm], mean))
-        if limit := results.settings.get("limit"):
-            notes.append(f"{preset}, {run.arm}: only the first {limit} questions of each benchmark.")
-    return rows, notes
+def score_rows(preset: str, stats: Statistics) -> list[Row]:
+    """Table 4: each arm's benchmarks and their mean next to the paper's."""
+    return [
+        number(f"{preset}, {arm}: {TITLES.get(task, task)}", stats.paper_score(arm, task), float(np.mean(scores)))
+        for arm in stats.arms
+        for task, scores in stats.scores[arm].items()
+    ]
 
 
 def samples_note(results: Path, requested: int) -> str:
@@ -97,4 +84,4 @@ def samples_note(results: Path, requested: int) -> str:
     origins = [json.loads(file.read_text(encoding="utf-8"))["provenance"] for file in sorted(results.glob("*.json"))]
     counts = {origin["samples"] - len(origin["unreadable"]) for origin in origins if origin["samples"]}
     fewer = f" of {requested} requested" if counts != {requested} else ""
-    return f"{' or '.join(map(str, sorted(counts)))} samples{fewer}; "
+    return f"{' or '.join(map(str, sorted(counts)))} samples{fewer}."

@@ -143,6 +143,15 @@ class Statistics:
             changes.append(score_by_seed(change, self.strata(part)))
         return np.mean(changes, axis=0).tolist()
 
+    def paper_score(self, arm: str, task: str) -> float | None:
+        """The paper's number for the same language model; its mean is over its nine benchmarks alone."""
+        name = "pretrain.model.model_name_or_path"
+        path = self.record["configuration"].get(name) or self.record["runs"][0].get("own", {}).get(name, "")
+        llm = paper.language_model_of(str(path))
+        if llm is None or (task == MEAN and set(self.tasks) != set(TITLES)):
+            return None
+        return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
+
     @cached_property
     def nats(self) -> dict[str, SeedDifference]:
         """Every arm's difference in the expected answers' log-probability, where all runs have it and seeds suffice."""
@@ -180,7 +189,6 @@ def every_table(record: Record, plan: Plan | None = None, stats: Statistics | No
 
 def scores_table(stats: Statistics) -> Rows:
     """Percent right by task and arm, with 95 % intervals for one run of right-or-wrong answers, and the paper's."""
-    llm = paper.language_model_of(language_model(stats.record))
     rows: Rows = []
     for task in [*stats.tasks, stats.overall]:
         row: dict[str, Any] = {"benchmark": TITLES.get(task, task)}
@@ -189,11 +197,8 @@ def scores_table(stats: Statistics) -> Rows:
             if len(stats.seeds) == 1 and task != MEAN and not set(own := stats.samples(arm, task)[0]) - {0.0, 1.0}:
                 low, high = (100 * bound for bound in share_interval(int(own.sum()), len(own)))
                 row[arm] += f" ({low:.0f} to {high:.0f})"
-        # The paper's mean is over its nine benchmarks; beside a mean over others it would mislead.
-        printed = llm if task != MEAN or set(stats.tasks) == set(TITLES) else None
-        for arm in stats.arms:
-            if (score := paper_score(printed, arm, task)) is not None:
-                row[f"{arm}, paper"] = score
+        printed = {f"{arm}, paper": stats.paper_score(arm, task) for arm in stats.arms}
+        row |= {name: score for name, score in printed.items() if score is not None}
         row |= {"chance": None if (chance := chance_of(stats, task)) is None else f"{chance:.1f}"}
         if task in stats.tasks:
             row |= {"questions": len(stats.record["questions"][task]), "metric": stats.facts(task).get("metric")}
@@ -212,19 +217,6 @@ def chance_of(stats: Statistics, task: str) -> float | None:
         return None
     counts = [len(stats.record["questions"][part]) if stats.overall != MEAN else 1 for part in stats.counted]
     return float(np.average(np.array(chances, dtype=float), weights=counts))
-
-
-def language_model(record: Record) -> str:
-    """The language model's path or id."""
-    name = "pretrain.model.model_name_or_path"
-    return str(record["configuration"].get(name) or record["runs"][0].get("own", {}).get(name, ""))
-
-
-def paper_score(llm: str | None, arm: str, task: str) -> float | None:
-    """The paper's number for the same language model, or None."""
-    if llm is None:
-        return None
-    return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
 
 
 def differences_table(stats: Statistics) -> Rows:
