@@ -13,15 +13,18 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llava.eval.results import (
+    BLANK,
     CONTROLS,
     LLAVA_CODE,
     LLAVA_COMMIT,
+    SHUFFLED,
+    TEXT_ONLY,
     Answered,
     Results,
     TaskResult,
@@ -32,11 +35,9 @@ from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.progress import progress
-from llava.utils.provenance import differences
 from llava.utils.versions import ANALYSIS, PACKAGES, code_digest, git_commit, version_of
 from playground.records import IMAGE_TOKEN, is_right
 
-UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
 SOURCES = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
 """The source files that may decide the answers and their scores."""
 RECORDS = "heldout.json"
@@ -51,27 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
     parser.add_argument("--batch-size", type=whole(1), default=80, help="questions per batch")
-    parser.add_argument(
-        "--controls",
-        nargs="+",
-        choices=CONTROLS,
-        default=list(CONTROLS),
-        help="controls to run (default: all, and untouched pictures)",
-    )
+    controls = "controls to run (default: all, and untouched pictures)"
+    parser.add_argument("--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help=controls)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Answers the questions under every control without recorded answers.
-
-    Raises:
-        ValueError: there is no checkpoint, or there are no questions.
-    """
+    """Answers the questions under every control without recorded answers."""
     records = held_out(args.data)
     content = content_of(args.data)
     now = described(args.checkpoint, len(records))
-    missing = [control for control in args.controls if not is_current(args.output_dir / control, now, content)]
+    place = args.output_dir
+    missing = [control for control in args.controls if not is_answered(args.checkpoint, place, [control], content)]
     if not missing:
-        print(f"{args.output_dir}: all answers are already recorded")
+        print(f"{place}: all answers are already recorded")
         return
     from llava.asking import load_assistant
 
@@ -81,10 +74,7 @@ def run(args: argparse.Namespace) -> None:
         said = answers_under(control, assistant, records, args.data / "images", args.batch_size)
         now.tasks = scored(records, said, time.monotonic() - start, content)
         now.created = datetime.now(UTC).isoformat(timespec="seconds")
-        print(f"written: {write_results(now, args.output_dir / control)}")
-
-
-# --- questions --------------------------------------------------------------------------------------------------------
+        print(f"written: {write_results(now, place / control)}")
 
 
 def held_out(data: Path) -> list[dict[str, Any]]:
@@ -98,10 +88,6 @@ def held_out(data: Path) -> list[dict[str, Any]]:
     return json.loads((data / RECORDS).read_text(encoding="utf-8"))
 
 
-def expected_answer(record: Question) -> str:
-    return record["conversations"][1]["value"]
-
-
 def content_of(data: Path) -> str:
     """The fingerprint of the held-out questions and their pictures."""
     from llava.data.images import ImageStore
@@ -110,17 +96,25 @@ def content_of(data: Path) -> str:
     return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
 
 
-# --- recorded answers -------------------------------------------------------------------------------------------------
+def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS, content: str = "") -> bool:
+    """Whether `folder` has answers under every control, of the current weights by the current code and packages.
 
-
-def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS) -> bool:
-    """Whether `folder` has answers of the checkpoint's current weights under every control, by the current code."""
+    Args:
+        content: what the questions and pictures must have been (`content_of`); empty: any.
+    """
     try:
         answered = [read_results(folder / control) for control in controls]
     except ValueError:
         return False
-    now = (revision(str(checkpoint)), code_digest(SOURCES))
-    return all((results.fingerprint, results.versions.get(LLAVA_CODE)) == now for results in answered)
+    weights, now = revision(str(checkpoint)), versions()
+    contents = {task.data for results in answered for task in results.tasks.values()}
+    current = all(results.fingerprint == weights and now.items() <= results.versions.items() for results in answered)
+    return current and (not content or contents == {content})
+
+
+def versions() -> dict[str, str | None]:
+    """The packages and the code that decide the answers."""
+    return {package: version_of(package) for package in PACKAGES} | {LLAVA_CODE: code_digest(SOURCES)}
 
 
 def described(checkpoint: Path, questions: int) -> Results:
@@ -133,58 +127,30 @@ def described(checkpoint: Path, questions: int) -> Results:
         raise ValueError(f"{checkpoint}: no checkpoint; expected the output folder of a finished training")
     from llava.model.decoding import GREEDY, evaluation_record, other_settings, read_generation_config  # takes seconds
 
-    versions = {package: version_of(package) for package in PACKAGES}
-    versions |= {LLAVA_CODE: code_digest(SOURCES), LLAVA_COMMIT: git_commit()}
     settings = {"questions": questions, "dtype": fastest_dtype()}
     settings |= evaluation_record(other_settings(read_generation_config(str(checkpoint))), GREEDY)
     command = shlex.join(["python", "-m", "llava.compare", *sys.argv[1:]])
-    return Results(str(checkpoint), revision(str(checkpoint)) or "", command, versions, settings, created="")
-
-
-def is_current(folder: Path, now: Results, content: str) -> bool:
-    """Whether `now` describes the results in `folder`; prints what differs.
-
-    Args:
-        content: see `content_of`.
-    """
-    try:
-        before = read_results(folder)
-    except ValueError:
-        return False
-    changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
-    changed += ["questions or pictures"] * any(task.data != content for task in before.tasks.values())
-    changed += [*differences(before.settings, now.settings)]
-    changed += [name for name in differences(before.versions, now.versions) if name != LLAVA_COMMIT]
-    if changed:
-        print(f"{folder}: made with different {', '.join(changed)}; answering again")
-    return not changed
+    made_by = versions() | {LLAVA_COMMIT: git_commit()}
+    return Results(str(checkpoint), revision(str(checkpoint)) or "", command, made_by, settings, created="")
 
 
 def scored(
     records: Sequence[Question], said: Sequence[tuple[str, float]], seconds: float, content: str
 ) -> dict[str, TaskResult]:
     """A task for every kind of question, from what `answers_under` gives; `content` identifies the questions."""
-    samples: dict[str, list[Answered]] = {}
-    chance: dict[str, list[float]] = {}
+    kinds: dict[str, list[tuple[Answered, float]]] = {}
     for record, (text, log_probability) in zip(records, said, strict=True):
-        kind, expected = record["kind"], expected_answer(record)
+        kind, expected = record["kind"], record["conversations"][1]["value"]
         right = float(is_right(text, expected))
-        samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind, log_probability))
-        chance.setdefault(kind, []).append(100 / len(record["choices"]))  # by guessing
-    return {
-        kind: TaskResult(
-            "accuracy",
-            100 * sum(answer.score for answer in answers) / len(answers),
-            answers,
-            sum(chance[kind]) / len(answers),
-            seconds * len(answers) / len(records),
-            content,
-        )
-        for kind, answers in samples.items()
-    }
-
-
-# --- answering --------------------------------------------------------------------------------------------------------
+        answered = Answered(record["id"], right, text, expected, kind, log_probability)
+        kinds.setdefault(kind, []).append((answered, 100 / len(record["choices"])))
+    tasks = {}
+    for kind, pairs in kinds.items():
+        answers, chances = ([*each] for each in zip(*pairs, strict=True))
+        score, chance = 100 * sum(answer.score for answer in answers) / len(answers), sum(chances) / len(answers)
+        share = seconds * len(answers) / len(records)
+        tasks[kind] = TaskResult("accuracy", score, answers, chance, share, content)
+    return tasks
 
 
 def fastest_dtype() -> str | None:
@@ -203,6 +169,7 @@ def answers_under(
 
     With each answer comes the log-probability of the expected one, in nats (`Assistant.log_probabilities`).
     """
+    import torch
     from PIL import Image
 
     from llava.analysis.interventions import GREY
@@ -222,42 +189,31 @@ def answers_under(
             return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
         return Asked([turn], [record["image"]])
 
+    def shuffled(module: Any, inputs: Any, tokens: Any) -> Any:  # the same way for all pictures and models
+        order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
+        return tokens[..., order.to(tokens.device), :]
+
     questions = list(map(question, records))
+    answered = [[*asked.turns, record["conversations"][1]] for asked, record in zip(questions, records, strict=True)]
     options = evaluation_options(longest_answer(records, assistant.tokenizer))
     texts: dict[int, str] = {}
     expected: list[float] = []
-    with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
+    shuffle: Any = contextlib.nullcontext()
+    if control == SHUFFLED:
+        projector = assistant.model.get_model().mm_projector
+        shuffle = projector.register_forward_hook(shuffled)
+    with shuffle:
         batches = batch_answers(assistant, questions, picture, batch_size, **options)
         for batch in progress(batches, f"answering, {control}", "batches", total=math.ceil(len(records) / batch_size)):
             texts |= batch
         for start in range(0, len(records), batch_size):
             part = slice(start, start + batch_size)
-            answered = [
-                [*asked.turns, record["conversations"][1]]
-                for asked, record in zip(questions[part], records[part], strict=True)
-            ]
             shown = [picture(place) for asked in questions[part] for place in asked.pictures]
-            expected += assistant.log_probabilities(answered, shown)
+            expected += assistant.log_probabilities(answered[part], shown)
     return [(texts[number], value) for number, value in enumerate(expected)]
-
-
-@contextlib.contextmanager
-def reordered(model: Any) -> Iterator[None]:
-    """Reorders the projector's tokens of every picture within the block, the same way for all pictures and models."""
-    import torch
-
-    def shuffled(tokens: Any) -> Any:
-        order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
-        return tokens[..., order.to(tokens.device), :]
-
-    handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def longest_answer(records: Sequence[Question], tokenizer: Any) -> int:
     """Tokens of the longest expected answer plus one, so that a longer answer is not mistaken for it."""
-    expected = tokenizer(list(map(expected_answer, records)))["input_ids"]
+    expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))

@@ -2,6 +2,7 @@
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
 `rmsnorm-fixed`; or another projector without a norm, as in `pre_layernorm_mlp2x_gelu`."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llava.utils.plugins import load_named
@@ -9,13 +10,8 @@ from llava.utils.plugins import load_named
 BASELINE = "none"
 PROJECTOR = "mlp2x_gelu"
 """The projector of all arms that do not name one: the scripts' default."""
-SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
-"""What `parse_seeds` reads, for the help of `--seeds`."""
 FIXED = "-fixed"
-
-
-REMOVED_NORMS, REMOVED_PROJECTOR = ("scale", "gwc_scale"), "vocab_mix_mlp2x_gelu"
-"""Exploratory arms of committed records, which only the commit that docs/study.md names can train."""
+FIRST_SEED = 42  # the paper's
 
 
 class Arm(NamedTuple):
@@ -41,8 +37,8 @@ class Arm(NamedTuple):
         return {"PROJECTOR": projector, "NORM": self.norm, "NORM_INIT": self.init, "NORM_LEARNABLE": learnable}
 
 
-def parse_arm(name: str, recorded: bool = False) -> Arm:
-    """The arm called `name`, of a committed record also one that was removed.
+def parse_arm(name: str) -> Arm:
+    """The arm called `name`.
 
     Raises:
         ValueError: an unknown norm or projector, a malformed initial norm, or a baseline that has either suffix.
@@ -54,15 +50,13 @@ def parse_arm(name: str, recorded: bool = False) -> Arm:
     load_named()  # a plug-in's norm or projector is an arm too
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
-    if norm not in NORM_TYPES and not (recorded and norm in REMOVED_NORMS):
+    if norm not in NORM_TYPES:
         try:
-            if not (recorded and name == REMOVED_PROJECTOR):
-                find_projector(name)
+            find_projector(name)
         except ValueError:
             known = ", ".join([*NORM_TYPES, *PROJECTOR_TYPES])
-            raise ValueError(
-                f"--arms {name}: {norm!r} is not one of: {known}; docs/study.md names the commit that has removed ones"
-            ) from None
+            removed = "docs/study.md names the commit that has removed ones"
+            raise ValueError(f"--arms {name}: {norm!r} is not one of: {known}; {removed}") from None
         if name == PROJECTOR:
             raise ValueError(f"--arms {name}: the projector of {BASELINE} and of every norm; leave it out")
         return Arm(BASELINE, "", projector=name)
@@ -75,17 +69,17 @@ def parse_arm(name: str, recorded: bool = False) -> Arm:
     return Arm(norm, init if at else ProjectorNormArguments.mm_projector_norm_init, learnable)
 
 
-def parse_arms(text: str, recorded: bool = False) -> list[str]:
-    """The names of arms, joined by commas: the baseline first, at least one more, none twice; see `parse_arm`.
+def parse_arms(text: str, parse: Callable[[str], object] = parse_arm) -> list[str]:
+    """The names of arms, joined by commas: the baseline first, at least one more, none twice.
 
     Raises:
         ValueError: another list; or see `parse_arm`.
     """
     names = text.split(",")
-    arms = [parse_arm(name, recorded) for name in names]
+    arms = set(map(parse, names))
     if names[0] != BASELINE or len(names) < 2:
         raise ValueError(f"--arms {text}: expected {BASELINE}, the baseline, first, and at least one more")
-    if len(set(arms)) < len(arms):
+    if len(arms) < len(names):
         raise ValueError(f"--arms {text} names an arm twice")
     return names
 
@@ -101,12 +95,7 @@ def parse_seeds(text: str) -> list[int]:
         raise ValueError(f"--seeds {text}: expected a count, as in 2, or a list, as in 1,2 or 7,")
     seeds = [int(part) for part in parts]
     if "," not in text:
-        if not seeds[0]:
-            raise ValueError("--seeds 0: expected a count of at least 1")
-        seeds = list(range(_FIRST_SEED, _FIRST_SEED + seeds[0]))
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {text} names a seed twice")
+        seeds = list(range(FIRST_SEED, FIRST_SEED + seeds[0]))
+    if len(set(seeds)) < max(1, len(seeds)):
+        raise ValueError(f"--seeds {text} names no seed, or a seed twice")
     return seeds
-
-
-_FIRST_SEED = 42

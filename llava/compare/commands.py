@@ -19,7 +19,7 @@ ANYWHERE = ("answers", "report")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 after a refusal or a failed step, and 130 after Ctrl-C."""
+    """Runs the command; returns 0, 2 where it refuses (ValueError, OSError) or a step fails, and 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     # Only the command's own module is imported: some take seconds.
     args = command_parser(PACKAGE, __doc__, SUMMARIES, argv[0] if argv else None).parse_args(argv)

@@ -20,7 +20,7 @@ from llava.analysis.commands import NamedModel
 from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_flags
-from llava.compare.steps import Measurement, StageStep, Step, run_lanes
+from llava.compare.steps import Step, measurement, run_lanes, training
 from llava.launch.command import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
@@ -74,7 +74,6 @@ class Experiment:
         data: name of the playground's pictures, for training or for questions.
         lock: file descriptor of the folder's lock, which started processes inherit.
         times: seconds of every step, by its title.
-        parts: seconds of every part.
     """
 
     preset: str
@@ -84,7 +83,6 @@ class Experiment:
     data: str = ""
     lock: int = -1
     times: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def demo(self) -> bool:
@@ -98,7 +96,9 @@ class Experiment:
 
     def settings(self, run: Run, stage: str) -> dict[str, str]:
         """Variables of the stage's script; all others are the caller's."""
-        own = {"PRESET": self.preset, "SEED": str(run.seed), "RUN_NAME": f"{run.arm}-seed-{run.seed}-{stage}"}
+        own = {"PRESET": self.preset, "RUN_NAME": f"{run.arm}-{stage}"}
+        if run.seed is not None:
+            own |= {"SEED": str(run.seed), "RUN_NAME": f"{run.arm}-seed-{run.seed}-{stage}"}
         own |= {"OUTPUT_DIR": str(run.folder(stage).resolve())}
         own |= {"PRETRAIN_ADAPTER": str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")}
         return own | WHOLE_RUNS | parse_arm(run.arm).settings | self.data_settings(stage)
@@ -124,12 +124,12 @@ class Experiment:
         """Refuses a folder whose runs were trained with other flags than a run would get now.
 
         Raises:
-            ValueError: such a run; the message has the flags and both values.
+            ValueError: such a run; the message has the flags and both values. Or a script refuses its variables.
         """
         for stage in STAGES:
-            if begun := [run for run in self.runs if run.has_begun(stage)]:
-                flags = self.recipe(begun[0], stage)["flags"]
-                for run in begun:
+            flags = self.recipe(self.runs[0], stage)["flags"]
+            for run in self.runs:
+                if run.has_begun(stage):
                     check_flags(run, stage, flags)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -144,12 +144,11 @@ class Experiment:
             return {}
         return {"OMP_NUM_THREADS": str(max(1, available_cores() // at_once))}
 
-    def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> StageStep:
+    def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> Step:
         """A stage of a run, into its folder `part`, with more variables of the stage's script."""
         folder = run.folder(part or stage)
         settings = self.settings(run, stage) | {"OUTPUT_DIR": str(folder.resolve())} | dict(more or {})
-        command, log = ["bash", f"scripts/{stage}.sh"], folder.with_suffix(".log")
-        return StageStep(f"{run.name}, {part or stage}", command, log, settings, folder=folder, compared=self.runs)
+        return training(f"{run.name}, {part or stage}", stage, folder, settings, self.runs)
 
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
         """A module of this tree, run by the caller's interpreter or else by this one; see `Step` for `more`."""
@@ -163,29 +162,27 @@ class Experiment:
         words = ["llava.compare", "answers", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
         words += ["--batch-size", 80 if self.demo else 8, "--controls", *controls]
         is_done = partial(is_answered, checkpoint, place, controls)
-        return self.python(f"{run.name}, answers", run.folder("answers.log"), *words, is_done=is_done)
+        step = self.python(f"{run.name}, answers", run.folder("answers.log"), *words, is_done=is_done)
+        step.settings = {**step.settings, **self.threads(len(self.places()))}
+        return step
 
     def inputs(self, *commands: Sequence[str]) -> list[Step]:
         """The playground's commands that prepare inputs, each with its flags."""
-        places = [self.folder / "inputs" / f"{words[0]}.log" for words in commands]
-        return [self.python(f"inputs, {words[0]}", log, "playground", *words)
-                for words, log in zip(commands, places, strict=True)]  # fmt: skip
+        logs = self.folder / "inputs"
+        return [self.python(f"inputs, {own[0]}", logs / f"{own[0]}.log", "playground", *own) for own in commands]
 
-    def measurements(
-        self, stage: str, place: str, commands: Sequence[str], data: str | None = None, samples: object = None
-    ) -> dict[str, list[Step]]:
-        """A lane for each measurement of the first seed's models of a stage, of those that it applies to."""
+    def measurements(self, commands: Sequence[str], data: str | None, samples: object) -> dict[str, list[Step]]:
+        """A lane for each measurement of the first seed's models, of those that it applies to."""
         from llava.analysis.all import command_line, fitting_models  # takes seconds
 
         runs = [run for run in self.runs if run.seed == self.runs[0].seed]
-        models = [NamedModel(run.arm, str(run.folder(stage).resolve())) for run in runs]
-        output, lanes = (self.folder / place).resolve(), {}
+        models = [NamedModel(run.arm, str(run.folder(STAGES[-1]).resolve())) for run in runs]
+        output, lanes = (self.folder / "analysis").resolve(), {}
         for name in commands:
             if fitting := fitting_models(name, models):
                 words = [interpreter(), *command_line(name, fitting, output, data, samples)]
-                title, log, mark = f"{name}, {stage}", output / f"{name}.log", output / f"{name}.done"
                 settings = self.threads(len(self.places()))
-                lanes[title] = [Measurement(title, words, log, settings, mark=mark, models=dict(fitting))]
+                lanes[name] = [measurement(name, words, output / f"{name}.done", settings, fitting)]
         return lanes
 
     # --- the flow -----------------------------------------------------------------------------------------------------
@@ -194,33 +191,35 @@ class Experiment:
         self,
         title: str,
         work: Mapping[str, Sequence[Step]],
-        width: int = 0,
+        places: Sequence[Mapping[str, str]] = (),
         ended: Callable[[str], object] = lambda lane: None,
     ) -> None:
-        """Runs lanes, at most `width` in parallel or one in each place, under a title.
+        """Runs lanes, one in each place at a time, under a title.
 
         `ended` is called with the name of every lane that is done.
-
-        Raises:
-            StepError: a step failed.
         """
         print(f"\n=== {title}", flush=True)
-        start = time.monotonic()
-        places = [] if width else self.places()
         keep_open = [self.lock] if self.lock >= 0 else []
-        self.times |= run_lanes(work, width or len(places), keep_open, places, ended)
-        self.parts[title] = time.monotonic() - start
+        self.times |= run_lanes(work, places or self.places(), keep_open, ended)
 
     def work(self) -> None:
         """Every part in its order."""
         raise NotImplementedError
 
+    def run(self) -> None:
+        """Does the work in the locked folder, and prints how long the steps took.
 
-def show_times(times: Mapping[str, float]) -> None:
-    """Prints how long steps or parts took."""
-    print("\n=== time of each step")
-    for title, seconds in times.items():
-        print(f"  {title:<60} {seconds:5.0f} s")
+        Raises:
+            ValueError: wrong settings, the folder is in use, or it holds another experiment.
+            StepError: a step failed.
+        """
+        refuse_ignored(self.every_settings())
+        start = time.monotonic()
+        with at_work(self.folder) as self.lock:
+            self.work()
+        print("\n=== time of each step")
+        for title, seconds in (self.times | {"all": time.monotonic() - start}).items():
+            print(f"  {title:<60} {seconds:5.0f} s")
 
 
 @contextmanager

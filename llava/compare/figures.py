@@ -21,43 +21,26 @@ MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
 VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
 DRAWN = {
     "interface-norms": (
-        "Norms where visual and text tokens meet",
-        "A row for each model shows how the norms of visual tokens, text tokens and text embeddings are distributed.",
+        "A row for each model shows how the norms of visual tokens, text tokens and text embeddings are distributed."
     ),
-    "layer-norms": (
-        "Norms per layer",
-        "A panel for each model shows the norms of visual and text tokens over the layers.",
-    ),
+    "layer-norms": "A panel for each model shows the norms of visual and text tokens over the layers.",
     "update-rates": (
-        "Update rates per layer",
-        "A column for each model shows how much its layers change visual and text tokens: cosine, update and angle.",
+        "A column for each model shows how much its layers change visual and text tokens: cosine, update and angle."
     ),
-    "update-rates-gap": (
-        "Text's angle over visual tokens' angle, per layer",
-        "A line for each model gives the angle by which a layer turns text over that of visual tokens.",
-    ),
-    "norm-params": (
-        "Gain and bias of the norm",
-        "Three panels follow the norm layer's gain and bias over the optimizer steps.",
-    ),
-    "attention-heatmaps": (
-        "Attention over pictures",
-        "A row of pictures for each model shows where its attention lies.",
-    ),
+    "update-rates-gap": "A line for each model gives the angle by which a layer turns text over that of visual tokens.",
+    "norm-params": "Three panels follow the norm layer's gain and bias over the optimizer steps.",
+    "attention-heatmaps": "A row of pictures for each model shows where its attention lies.",
     "attention-profiles": (
-        "Attention to visual tokens",
-        "Three panels show each model's attention to rows of the picture, to visual tokens, and its entropy.",
+        "Three panels show each model's attention to rows of the picture, to visual tokens, and its entropy."
     ),
     "gradients": (
-        "Gradients on their way down",
-        "A panel for each model follows the gradient's norm from the LLM's input to the tower, a line for each norm.",
+        "A panel for each model follows the gradient's norm from the LLM's input to the tower, a line for each norm."
     ),
     "interventions": (
-        "Interventions at inference",
-        "Three panels show how outputs, keys and values change when visual tokens are rescaled or exchanged.",
+        "Three panels show how outputs, keys and values change when visual tokens are rescaled or exchanged."
     ),
 }
-"""Figures of `scripts/analyze.sh`, each with its title and what is seen on it."""
+"""Figures of `scripts/analyze.sh`, each with what is seen on it."""
 
 
 def svg(draw: Callable[..., "Figure"], *what: object) -> bytes:
@@ -80,12 +63,12 @@ def differences_figure(stats: Statistics) -> bytes:
 
     Of a plan the overall result alone, its primary arms above a line, and its margin as a band.
     """
+    return svg(_differences, stats)
+
+
+def _differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
     names = [stats.overall] if stats.plan else list(next(iter(stats.results.values())))
     rows = [(name, arm, by_task[name]) for name in names for arm, by_task in stats.results.items()]
-    return svg(_differences, rows, stats)
-
-
-def _differences(rows: Sequence[tuple[str, str, Mapping[str, Any]]], stats: Statistics, pyplot: ModuleType) -> "Figure":
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(rows)), layout="constrained")
     look, labels = looks(stats.arms), []
     if stats.plan:
@@ -110,33 +93,26 @@ def _differences(rows: Sequence[tuple[str, str, Mapping[str, Any]]], stats: Stat
 def training_curves(record: Record) -> list[dict[str, str]]:
     """One picture per logged quantity, both stages one after the other, one line per run, colour by arm."""
     pictures = []
-    for key, (title, logarithmic) in CURVES.items():
-        lines = [(entry["arm"], points) for entry in record["runs"] for points in curves_of(entry, key)]
-        if lines:
-            drawn = svg(_curve, record, lines, key, title, logarithmic)
+    for key, (title, _) in CURVES.items():
+        if any(curves_of(entry, key) for entry in record["runs"]):
+            drawn = svg(_curve, record["runs"], key)
             seen = f"A line for each run shows, over the optimizer steps of both stages: {title}."
             pictures.append({"title": title, "alt": seen, "uri": data_uri(drawn, "svg+xml")})
     return pictures
 
 
-def _curve(
-    record: Record,
-    lines: Sequence[tuple[str, np.ndarray]],
-    key: str,
-    title: str,
-    logarithmic: bool,
-    pyplot: ModuleType,
-) -> "Figure":
-    look = looks(entry["arm"] for entry in record["runs"])
+def _curve(runs: Sequence[Mapping[str, Any]], key: str, pyplot: ModuleType) -> "Figure":
+    look = looks(entry["arm"] for entry in runs)
     figure, axes = pyplot.subplots(figsize=(4.8, 3.0), layout="constrained")
-    for arm, points in lines:
-        axes.plot(*points.T, color=look[arm]["color"], linewidth=1.2, alpha=0.8)
-    for points in curves_of(record["runs"][0], TEXT) if key == VISUAL else ():
+    for entry in runs:
+        for points in curves_of(entry, key):
+            axes.plot(*points.T, color=look[entry["arm"]]["color"], linewidth=1.2, alpha=0.8)
+    for points in curves_of(runs[0], TEXT) if key == VISUAL else ():
         axes.plot(*points.T, color=TEXT_COLOUR, linestyle=":")
-    boundary = max(entry["stages"][STAGES[0]]["steps"] for entry in record["runs"])
+    boundary = max(entry["stages"][STAGES[0]]["steps"] for entry in runs)
     axes.axvline(boundary + 0.5, color=NEUTRAL, linewidth=0.8)
-    axes.set(xlabel="optimizer step (stage 1 | stage 2)", title=title)
-    if logarithmic:
+    axes.set(xlabel="optimizer step (stage 1 | stage 2)", title=CURVES[key][0])
+    if CURVES[key][1]:  # a logarithmic axis
         axes.set_yscale("log")
     return figure
 
@@ -154,10 +130,11 @@ def curves_of(entry: Mapping[str, Any], key: str) -> list[np.ndarray]:
 def analysis_figures(folder: Path) -> list[dict[str, str]]:
     """What `scripts/analyze.sh` drew into `folder`, each as SVG unless that is large."""
     pictures = []
-    for name, (title, alt) in DRAWN.items():
-        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-        if svg.is_file() and (svg.stat().st_size <= MAX_SVG or not png.is_file()):
-            pictures.append({"title": title, "alt": alt, "uri": data_uri(svg.read_bytes(), "svg+xml")})
-        elif png.is_file():
-            pictures.append({"title": title, "alt": alt, "uri": data_uri(png.read_bytes(), "png")})
+    for name, seen in DRAWN.items():
+        file, png = folder / f"{name}.svg", folder / f"{name}.png"
+        if not file.is_file() or (file.stat().st_size > MAX_SVG and png.is_file()):
+            file = png
+        if file.is_file():
+            kind = "svg+xml" if file.suffix == ".svg" else "png"
+            pictures.append({"title": seen, "alt": seen, "uri": data_uri(file.read_bytes(), kind)})
     return pictures

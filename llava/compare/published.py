@@ -76,9 +76,6 @@ def revisions(folder: Path) -> dict[str, str]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-# --- what trainings take, by their recipes ----------------------------------------------------------------------------
-
-
 def models_of(recipes: Sequence[Recipe]) -> list[Published]:
     """The models that are not in the hub's cache, into which the trainer downloads them."""
     from huggingface_hub import try_to_load_from_cache

@@ -81,22 +81,12 @@ class Recipe:
         self._run("finetune", flags, variables)
         return self
 
-    def ask(
-        self,
-        picture: "str | Path | Image.Image",
-        question: str,
-        *,
-        max_new_tokens: int = 512,
-        temperature: float = 0.0,
-        **options: Any,
-    ) -> str:
+    def ask(self, picture: "str | Path | Image.Image", question: str, **options: Any) -> str:
         """The answer of the stage that ran last, or of this recipe's trained stage 2; it is loaded once.
 
         Args:
             picture: a path, an http(s) address or a picture.
-            max_new_tokens: maximum length of the answer in tokens.
-            temperature: 0 takes the likeliest token.
-            options: further options of `generate`.
+            options: of `generate`, as `max_new_tokens` (512) and `temperature` (0: the likeliest token).
 
         Raises:
             FileNotFoundError: nothing has been trained.
@@ -114,7 +104,7 @@ class Recipe:
         if isinstance(picture, str | os.PathLike):
             picture = load_picture(os.fspath(picture), called="picture")
         turns = [{"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
-        options = evaluation_options(max_new_tokens, temperature) | options
+        options = evaluation_options(options.pop("max_new_tokens", 512), options.pop("temperature", 0.0)) | options
         return self._assistant.answer([turns], [picture], **options)[0]
 
     def _environment(self, stage: str, variables: dict[str, Value]) -> dict[str, str]:

@@ -9,29 +9,37 @@
      "runs": [{"seed", "arm", "plan", "commit", "started", "machine", "precision", "hours",
                "tower", "language_model", "weights",             digests
                "scores", "log_probabilities", "answers",         by task, for each question
-               "percent",                                        by task, where a harness computed it
+               "percent",                                        by task, as the harness computed it
                "controls",                                       percent by control and task
                "training",                                       the evaluations during stage 2
                "logged", "stages", "evaluation", "own"}]}
 
 A run's configuration, first norms and losses, stages and answers are left out of older records, and so are "tasks".
-More keys belong to the experiment: its `title`, `overall` result, `examples`, `times` and `logs`.
+More keys belong to the experiment: its `title`, `overall` result, `examples` and `times`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llava.compare.runs import ABSENT, ARM_FIELDS, OWN_STAGE_1, SEED_FIELDS, Log, Run, evaluation_settings, listed
-from llava.eval.results import LLAVA_COMMIT, Results
+from llava.compare.runs import (
+    ARM_FIELDS,
+    OWN_STAGE_1,
+    SEED_FIELDS,
+    Run,
+    changed,
+    check_results,
+    check_runs,
+    evaluation_settings,
+)
+from llava.eval.results import LLAVA_COMMIT, UNTOUCHED, Results
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.files import write_text
 from llava.utils.machine import machine
-from llava.utils.provenance import differences
 
 FORMAT = 1
 FILE = "record.json"
@@ -87,44 +95,55 @@ def write_record(record: Record, path: Path) -> None:
     write_text(path, '{{\n{},\n"runs": [\n{}\n]\n}}\n'.format(",\n".join(parts), runs))
 
 
+def add_runs(record: Record, runs: Sequence[Run], answers_of: Callable[[Run], dict[str, Results]], **more: Any) -> None:
+    """Adds runs, of which `answers_of` gives the answers by control, if nothing but arm and seed tells them apart.
+
+    Raises:
+        ValueError: they may not be compared with each other, or with the recorded runs; see `add_run`.
+    """
+    for stage in STAGES:
+        check_runs(runs, stage)
+    answers = {run: answers_of(run) for run in runs}
+    for control in answers[runs[0]]:
+        check_results(runs, lambda run: answers[run][control])  # noqa: B023 (called at once)
+    for run in runs:
+        controls = answers[run]
+        add_run(record, run, controls.pop(UNTOUCHED), controls, **more)
+
+
 def add_run(
     record: Record,
     run: Run,
     results: Results,
     controls: Mapping[str, Results] | None = None,
     plan: str = "",
-    harness: bool = False,
 ) -> None:
     """Adds a run with its answers, and those under each control, to the record.
 
     Args:
         plan: the digest of the plan that the run follows.
-        harness: whether a harness computed the scores, which may not be the mean of the questions' scores.
 
     Raises:
         ValueError: it differs from the recorded runs in more than arm and seed, or answered other questions.
     """
     shared = shared_configuration(run, results)
-    if changed := differences(record["configuration"] or shared, shared, ABSENT):
+    if fields := changed(record["configuration"] or shared, shared, ("recorded", "now")):
         commit = record["runs"][-1]["commit"]
         raise ValueError(
-            f"{run.name} differs from the recorded runs{listed(changed, ('recorded', 'now'))}\n"
-            f"Continue at commit {commit}, on a clean tree."
+            f"{run.name} differs from the recorded runs{fields}\nContinue at commit {commit}, on a clean tree."
         )
     asked = {name: [sample.id for sample in task.samples] for name, task in results.tasks.items()}
     before = record["questions"] or asked
     if {name: sorted(ids) for name, ids in before.items()} != {name: sorted(ids) for name, ids in asked.items()}:
         raise ValueError(f"{run.name} answered other questions than the recorded runs; prepare the inputs again")
-    entry = entry_of(run, results, controls or {}, plan, before, shared)
+    record |= {"configuration": shared, "questions": before}
+    entry = entry_of(run, results, controls or {}, plan, record)
     for other in record["runs"]:
         if other["precision"] == entry["precision"] and other["language_model"] != entry["language_model"]:
             raise ValueError(
                 f"{run.name} started from a language model of digest {entry['language_model']}, the recorded runs "
                 f"in {entry['precision']} from {other['language_model']}; prepare the inputs again"
             )
-    if harness:
-        entry["percent"] = {name: results.tasks[name].score for name in before}
-    record |= {"configuration": shared, "questions": before}
     record["tasks"] = record.get("tasks") or facts_of(results, before)
     record["runs"].append(entry)
 
@@ -167,16 +186,9 @@ def facts_of(results: Results, questions: Mapping[str, Sequence[str]]) -> Record
     return facts
 
 
-def entry_of(
-    run: Run,
-    results: Results,
-    controls: Mapping[str, Results],
-    plan: str,
-    questions: Mapping[str, Sequence[str]],
-    shared: Mapping[str, Any],
-) -> Record:
+def entry_of(run: Run, results: Results, controls: Mapping[str, Results], plan: str, record: Record) -> Record:
     """What is recorded of a run; see `add_run`."""
-    samples = {name: in_order(results.tasks[name].samples, ids) for name, ids in questions.items()}
+    samples = {name: in_order(results.tasks[name].samples, ids) for name, ids in record["questions"].items()}
     start = run.starts(STAGES[0])[0]
     digests = start["configuration"].get("initial_weights", {})
     stages = {stage: stage_of(run, stage) for stage in STAGES}
@@ -193,6 +205,7 @@ def entry_of(
         "weights": revision(str(run.folder(STAGES[-1]))),
         "scores": {name: [sample.score for sample in own] for name, own in samples.items()},
         "answers": {name: [sample.answer for sample in own] for name, own in samples.items()},
+        "percent": {name: results.tasks[name].score for name in samples},
     }
     if all(sample.log_probability is not None for own in samples.values() for sample in own):
         entry["log_probabilities"] = {
@@ -203,7 +216,7 @@ def entry_of(
             name: {task: in_digits(result.score, 4) for task, result in sorted(each.tasks.items())}
             for name, each in controls.items()
         }
-    if lines := [line for line in run.evaluations(STAGES[-1]) if "eval/accuracy" in line]:
+    if lines := run.log(STAGES[-1], "eval/accuracy"):
         entry["training"] = {
             "samples": [line["step"] * stages[STAGES[-1]]["batch"] for line in lines],
             "loss": [in_digits(line["eval/loss"], 5) for line in lines],
@@ -212,7 +225,7 @@ def entry_of(
     limits = {name: results.settings[name] for name in ("limit", "num_gpus") if results.settings.get(name)}
     evaluation = {"command": results.command, "created": results.created, "seconds": answering} | limits
     evaluation["commit"] = results.versions.get(LLAVA_COMMIT)
-    own = {name: value for name, value in configuration_of(run, results).items() if name not in shared}
+    own = {name: value for name, value in configuration_of(run, results).items() if name not in record["configuration"]}
     return entry | {"logged": logged_by(run), "stages": stages, "evaluation": evaluation, "own": own}
 
 
@@ -248,7 +261,7 @@ def stage_of(run: Run, stage: str) -> Record:
     }
 
 
-def curve_of(log: Log, key: str) -> list[list[float]]:
+def curve_of(log: Sequence[Mapping[str, float]], key: str) -> list[list[float]]:
     """Steps and what was logged under `key` [K, 2], neighbours averaged where there are many."""
     points = np.array([(line["step"], line[key]) for line in log if line.get(key) is not None])
     block = max(1, len(points) // MAX_POINTS)
@@ -275,31 +288,17 @@ def in_digits(value: Any, digits: int) -> Any:
 
 
 def differing(record: Record, other: Record) -> dict[str, list[str]]:
-    """What the runs that both records have differ in, by run: scores, log-probabilities, or losses of stage 2.
+    """What the runs that both records have differ in, by run.
 
     Raises:
-        ValueError: they have no run in common.
+        ValueError: they are of different questions, or have no run in common.
     """
     ours, theirs = ({(entry["arm"], entry["seed"]): entry for entry in each["runs"]} for each in (record, other))
-    if not (both := [key for key in ours if key in theirs]):
-        raise ValueError("the records have no run in common")
-    changed = {}
-    for arm, seed in both:
-        entry, again = ours[arm, seed], theirs[arm, seed]
-        parts = []
-        for part in ("scores", "log_probabilities"):
-            values, repeated = flat(record, entry, part), flat(other, again, part)
-            if count := sum(values.get(key) != repeated.get(key) for key in {**values, **repeated}):
-                parts.append(f"{count} of {len(values)} {part.replace('_', '-')}")
-        parts += ["losses of stage 2"] * (entry.get("training") != again.get("training"))
-        changed[f"{arm}, seed {seed}"] = parts
-    return changed
-
-
-def flat(record: Record, entry: Record, part: str) -> dict[tuple[str, str], float]:
-    """A run's values for each question, by task and id."""
+    if record["questions"] != other["questions"] or not ours.keys() & theirs.keys():
+        raise ValueError("the records are of different questions, or have no run in common")
+    parts = ("scores", "log_probabilities", "training")
     return {
-        (task, name): value
-        for task, values in entry.get(part, {}).items()
-        for name, value in zip(record["questions"][task], values, strict=True)
+        f"{arm}, seed {seed}": [part for part in parts if entry.get(part) != theirs[arm, seed].get(part)]
+        for (arm, seed), entry in ours.items()
+        if (arm, seed) in theirs
     }

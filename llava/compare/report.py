@@ -30,17 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", type=Path, help="a record.json, or the folder of an experiment")
     parser.add_argument("--plan", type=Path, help="the plan that its runs follow")
     parser.add_argument("--output-dir", type=Path, help="folder of the page (default: the record's)")
-    parser.add_argument(
-        "--against", type=Path, help="write no page: compare every answer with this record of the same runs"
-    )
+    against = "write no page: compare every answer with this record of the same runs"
+    parser.add_argument("--against", type=Path, help=against)
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command `report`.
-
-    Raises:
-        ValueError: not a record, not that plan's, or one whose runs differ from those of `--against`.
-    """
+    """The command `report`."""
     record = read_record(args.record)
     if args.against:
         changed = differing(record, read_record(args.against))
@@ -91,7 +86,6 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "examples": pictured(record),
         "talk": record.get("talk", ""),
         "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],
-        "logs": record.get("logs", []),
     }
     if stats and stats.results:
         written.append(folder / f"{Path(page).stem}-differences.svg")
@@ -110,29 +104,24 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
 
 def pictured(record: Record) -> list[dict[str, Any]]:
     """The record's examples with their pictures inline, and the first seed's answers of all arms."""
+    from PIL import Image
+
+    from llava.compare.figures import data_uri
+
     first = [entry for entry in record["runs"] if entry["seed"] == record["runs"][0]["seed"]]
     shown = []
     for example in record.get("examples", []):
         task, number = example["task"], record["questions"][example["task"]].index(example["id"])
         answers = [f"{entry['arm']}: {entry['answers'][task][number]}" for entry in first]
         expected = record["tasks"][task]["targets"][number]
-        uri = picture_uri(Path(example["picture"]))
+        stream = io.BytesIO()
+        with Image.open(example["picture"]) as picture:
+            picture = picture.convert("RGB")
+            picture.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+            picture.save(stream, "PNG")
+        uri = data_uri(stream.getvalue(), "png")
         shown.append({"question": example["question"], "expected": expected, "answers": answers, "uri": uri})
     return shown
-
-
-def picture_uri(path: Path) -> str:
-    """A picture of at most `SHOWN_SIDE` pixels, inline."""
-    from PIL import Image
-
-    from llava.compare.figures import data_uri
-
-    stream = io.BytesIO()
-    with Image.open(path) as picture:
-        picture = picture.convert("RGB")
-        picture.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
-        picture.save(stream, "PNG")
-    return data_uri(stream.getvalue(), "png")
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.analysis.commands import COMMANDS, NamedModel, named_model
+from llava.compare.arms import FIRST_SEED
 from llava.compare.engine import at_work, refuse_ignored
 from llava.compare.published import Published, download, missing_data, models_of, revisions
 from llava.compare.run import Comparison
@@ -30,7 +31,6 @@ from llava.utils.machine import machine
 from llava.utils.presentation import format_table
 from llava.utils.versions import git_commit
 
-SEED = 42  # the paper's
 PAGE = "index.md"
 CHECKPOINTS = "checkpoints"
 """The part of a run that is stage 1 with its checkpoints kept."""
@@ -159,7 +159,7 @@ class Reproduction:
         self.hub, self.results = args.output_dir / "hub", args.output_dir / args.item
         presets = (args.preset,) if args.preset else self.item.presets
         arms, place = list(self.item.arms), args.output_dir.parent
-        self.trained = [Comparison(name, arms, [SEED], place / f"compare-{name}") for name in presets if arms]
+        self.trained = [Comparison(name, arms, [FIRST_SEED], place / f"compare-{name}") for name in presets if arms]
         self.stages = STAGES if self.item.stage == STAGES[-1] else STAGES[:1]
         self.recipes: dict[str, list[dict[str, Any]]] = {}
         for comparison in self.trained:
@@ -197,8 +197,6 @@ class Reproduction:
         local = comparison.demo or "--data-dir" in os.environ.get("EVALUATE_FLAGS", "")
         return "" if self.item.commands or scored or local else token_fault(choose(comparison.tasks))
 
-    # --- steps --------------------------------------------------------------------------------------------------------
-
     def train(self, comparison: Comparison) -> None:
         """Trains the arms as far as the item needs them; what is finished is skipped."""
         refuse_ignored(comparison.every_settings())
@@ -214,10 +212,8 @@ class Reproduction:
         """Prepares what the demo is trained on, or fetches the recipes' data where they are missing."""
         if comparison.demo:
             return comparison.inputs(*([name] for name in comparison.prepared()))
-        folder, names = comparison.folder / "inputs", missing_data(self.recipes[comparison.preset])
-        return [
-            comparison.python(f"inputs, {name}", folder / f"{name}.log", "llava.data.prepare", name) for name in names
-        ]
+        logs, names = comparison.folder / "inputs", missing_data(self.recipes[comparison.preset])
+        return [comparison.python(f"inputs, {n}", logs / f"{n}.log", "llava.data.prepare", n) for n in names]
 
     def lane(self, comparison: Comparison, run: Run) -> list[Step]:
         """The steps of one arm."""
@@ -280,13 +276,7 @@ class Reproduction:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command `reproduce`.
-
-    Raises:
-        ValueError: wrong flags; access is missing; a measurement failed.
-        OSError: the hub does not answer.
-        StepError: a training failed.
-    """
+    """The command `reproduce`."""
     from llava.analysis.all import run_all  # takes seconds
 
     item = ITEMS[args.item]

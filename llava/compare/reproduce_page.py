@@ -28,7 +28,7 @@ def page_of(title: str, numbers: Sequence[Row], folder: Path, sources: Sequence[
     """
     tables = {"numbers": numbers, "models and data": sources}
     notes = [*notes, *["The paper prints no numbers here; compare the figures."] * (not numbers)]
-    figures = [file.name for file in sorted(folder.glob("*.png"))]
+    figures = [file.stem for file in sorted(folder.glob("*.png"))]
     shown = {name: rows for name, rows in tables.items() if rows}
     return render("page.md.jinja", title=title, caveats=notes, figures=figures, tables=shown)
 

@@ -12,19 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llava.compare.answers import held_out, is_answered
-from llava.compare.arms import SEEDS, parse_arms, parse_seeds
-from llava.compare.engine import Experiment, at_work, refuse_ignored, show_times
+from llava.compare.arms import parse_arms, parse_seeds
+from llava.compare.engine import Experiment
 from llava.compare.plan import Plan, check_record, hold, read_plan
-from llava.compare.record import FILE, Record, add_run, new_record, read_record, write_record
+from llava.compare.record import FILE, Record, add_runs, new_record, read_record, write_record
 from llava.compare.report import write_page
-from llava.compare.runs import Run, check_all, check_results, check_runs
+from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step, runs_at_once
-from llava.eval.results import CONTROLS, PAPER_COLUMNS, Results, read_results
+from llava.eval.results import CONTROLS, PAPER_COLUMNS, UNTOUCHED, Results, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.machine import available_cores
 from llava.utils.paths import ROOT
-from llava.utils.provenance import DONE
 from playground.options import PICTURES
 
 PRESET, ARMS = "llama-3.2-3b", "none,layernorm,gwc_layernorm"  # the paper's
@@ -64,11 +63,8 @@ class Comparison(Experiment):
         # A model this small may have nothing to say about a photo; two small tasks start faster together.
         default = "--allow-empty --together --batch-size 8" if self.demo else ""
         flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
-        words = [
-            "llava.eval.evaluate",
-            run.folder("finetune").resolve(),
-            *(["--tasks", self.tasks] if self.tasks else []),
-        ]
+        words = ["llava.eval.evaluate", run.folder("finetune").resolve()]
+        words += ["--tasks", self.tasks] if self.tasks else []
         words += ["--output-dir", run.folder("eval").resolve(), *flags]
         return self.python(f"{run.name}, evaluation", run.folder("eval.log"), *words)
 
@@ -98,18 +94,16 @@ class Comparison(Experiment):
         self.part("stage 1, stage 2, evaluation", {run.name: self.lane(run) for run in self.runs})
         commands = os.environ.get("ANALYSIS", _ANALYSIS).split()
         data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
-        lanes = self.measurements(STAGES[-1], "analysis", commands, data, samples)
-        self.part("measurements, first seed", lanes)
+        self.part("measurements, first seed", self.measurements(commands, data, samples))
         self.report()
-        show_times({**self.times, "all": sum(self.parts.values())})
         print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md {self.folder}/report-*.csv")
 
     def report(self) -> None:
         """Checks every run, and writes the record and the page."""
-        check_all(self.runs, bool(self.questions))
+        if self.questions:
+            check_results(self.runs, lambda run: run.own_results)
         record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
-        for run in self.runs:
-            add_run(record, run, self.results_of(run), harness=True)
+        add_runs(record, self.runs, lambda run: {UNTOUCHED: self.results_of(run)})
         write_record(record, self.folder / FILE)
         write_page(record, self.folder)
 
@@ -154,10 +148,8 @@ class Planned(Comparison):
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
         threads = self.threads(len(self.places()))
-        steps: list[Step] = [self.stage(run, stage, more=threads) for stage in STAGES]
-        step = self.held_out(run, self.pictures, run.folder(HELD_OUT), CONTROLS)
-        step.settings = {**step.settings, **threads}
-        return [*steps, step]
+        answers = self.held_out(run, self.pictures, run.folder(HELD_OUT), CONTROLS)
+        return [*(self.stage(run, stage, more=threads) for stage in STAGES), answers]
 
     def places(self) -> list[dict[str, str]]:
         """Variables of the runs that train side by side."""
@@ -193,19 +185,11 @@ class Planned(Comparison):
         """Records the seed of the run called `name`, if all its arms are trained and answered."""
         seed = next(run.seed for run in self.runs if run.name == name)
         runs = [run for run in self.runs if run.seed == seed]
-        folders = [(run.folder(STAGES[-1]), run.folder(HELD_OUT)) for run in runs]
-        answered = all(
-            (checkpoint / DONE).is_file() and is_answered(checkpoint, place) for checkpoint, place in folders
-        )
+        trained = all(run.has_finished(STAGES[-1]) for run in runs)
+        answered = trained and all(is_answered(run.folder(STAGES[-1]), run.folder(HELD_OUT)) for run in runs)
         if not answered or seed not in self.plan.missing(self.record):
             return
-        for stage in STAGES:
-            check_runs(runs, stage)
-        for control in CONTROLS:
-            check_results(runs, lambda run: answers_of(run)[control])  # noqa: B023 (called at once)
-        for run in runs:
-            results, *rest = answers_of(run).values()
-            add_run(self.record, run, results, dict(zip(CONTROLS[1:], rest, strict=True)), self.plan.digest)
+        add_runs(self.record, runs, answers_of, plan=self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))
         write_record(self.record, self.folder / FILE)
 
@@ -219,9 +203,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `run`."""
     presets = sorted(path.stem for path in (ROOT / "scripts/presets").glob("*.sh"))
     parser.add_argument("--preset", choices=presets, help=f"recipe (default: {PRESET})")
+    seeds = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
     norms = "with another initial norm as in layernorm@4x or layernorm@default"
     parser.add_argument("--arms", help=f"joined by commas, none first; {norms} (default: {ARMS})")
-    parser.add_argument("--seeds", help=f"{SEEDS} (default: 1)")
+    parser.add_argument("--seeds", help=f"{seeds} (default: 1)")
     parser.add_argument("--tasks", help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes)")
     parser.add_argument("--questions", type=Path, help="your own questions with answers, also evaluated in every run")
     parser.add_argument("--question-images", type=Path, help="folder or zip file of their pictures (default: .)")
@@ -230,17 +215,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command `run`.
-
-    Raises:
-        ValueError: wrong flags, or the folder is in use.
-        StepError: a step failed.
-    """
+    """The command `run`."""
     comparison = planned_of(args) if args.plan else comparison_of(args)
-    refuse_ignored(comparison.every_settings())
     comparison.set_defaults()
-    with at_work(comparison.folder) as comparison.lock:
-        comparison.work()
+    comparison.run()
 
 
 def comparison_of(args: argparse.Namespace) -> Comparison:

@@ -5,7 +5,6 @@ A comparison trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetu
 
 import hashlib
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,10 @@ from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.launch.recipe import STAGES
 from llava.launch.settings import parse_flags
 from llava.utils.digests import revision
-from llava.utils.processes import tail
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software
 
 LOG_FILE = "train_log.jsonl"
-Log = Sequence[Mapping[str, float]]
-"""The optimizer steps that a stage logged."""
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
@@ -60,7 +56,8 @@ class Run:
 
     def has_begun(self, stage: str) -> bool:
         """Whether the stage has recorded its start and logged a step."""
-        return (self.folder(stage) / RUN_FILE).is_file() and last_step(self.folder(stage)) is not None
+        record, log = (self.folder(stage) / name for name in (RUN_FILE, LOG_FILE))
+        return record.is_file() and log.is_file() and '"loss":' in log.read_text()
 
     def starts(self, stage: str) -> list[dict[str, Any]]:
         return read_starts(self.folder(stage) / RUN_FILE)
@@ -71,9 +68,10 @@ class Run:
         first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
         return parse_flags(words[first:]).values()
 
-    def log(self, stage: str) -> list[dict[str, float]]:
-        """The optimizer steps that the stage logged."""
-        return logged_steps(self.folder(stage))
+    def log(self, stage: str, key: str = "loss") -> list[dict[str, float]]:
+        """The lines of the stage's log that have `key`: its optimizer steps, or evaluations."""
+        lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
+        return [line for line in lines if key in line]
 
     def configuration(self, stage: str) -> dict[str, Any]:
         """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.
@@ -90,10 +88,10 @@ class Run:
             if "data.pictures" in record:
                 record.pop("data.image_folder")
         for again in later:
-            if changed := differences(first, again, ABSENT):
+            if fields := changed(first, again, ("at first", "later")):
                 raise ValueError(
                     f"{self.name}, {stage}: continued with another configuration than it was started with"
-                    f"{listed(changed, ('at first', 'later'))}\n{TRAIN_AGAIN.format(self.folder(stage))}"
+                    f"{fields}\n{TRAIN_AGAIN.format(self.folder(stage))}"
                 )
         config = json.loads((self.folder(stage) / "config.json").read_text())
         steps = max((int(line["step"]) for line in self.log(stage)), default=0)
@@ -121,29 +119,6 @@ class Run:
         fingerprint = model.rpartition("content ")[2]
         return Results(str(self.folder("finetune")), fingerprint, "", {}, record["asked"], "", tasks)
 
-    def evaluations(self, stage: str) -> list[dict[str, float]]:
-        """The lines that the stage logged about its evaluations on held-out records."""
-        lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
-        return [line for line in lines if "eval/loss" in line]
-
-
-def logged_steps(folder: Path) -> list[dict[str, float]]:
-    """The optimizer steps that the stage in `folder` logged."""
-    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
-    return [line for line in lines if "loss" in line]
-
-
-def last_step(folder: Path) -> dict | None:
-    """The newest line about an optimizer step, or None; an incomplete last line is skipped."""
-    try:
-        lines = tail(folder / LOG_FILE).splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        if re.search(r'"loss": .*"samples_per_second": .*}$', line):
-            return json.loads(line)
-    return None
-
 
 def is_finished(folder: Path) -> bool:
     """Whether the stage in `folder` ended, and its model is there."""
@@ -164,9 +139,14 @@ def flattened(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield name, value
 
 
-def listed(changed: Mapping[str, tuple[object, object]], names: tuple[str, str]) -> str:
-    """A line per field with both values."""
-    return "".join(f"\n  {field}: {a!r} ({names[0]}), {b!r} ({names[1]})" for field, (a, b) in sorted(changed.items()))
+def changed(
+    first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str], allowed: tuple[str, ...] = ()
+) -> str:
+    """A line per field that differs, with both values; empty where only fields that begin with `allowed` do."""
+    fields = differences(first, second, ABSENT).items()
+    lines = (f"\n  {field}: {a!r} ({names[0]}), {b!r} ({names[1]})" for field, (a, b) in fields
+             if not field.startswith(allowed))  # fmt: skip
+    return "".join(lines)
 
 
 def check_runs(runs: Sequence[Run], stage: str) -> None:
@@ -178,34 +158,27 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
     for run in runs:
         check_arm(run, stage)
     first = runs[0]
+    baselines = {run.seed: run for run in reversed(runs) if run.arm == first.arm}
     for run in runs[1:]:
         # Another arm is compared with its seed's baseline, another seed's baseline with the first one.
-        other = (
-            first
-            if run.arm == first.arm
-            else next((r for r in runs if (r.seed, r.arm) == (run.seed, first.arm)), first)
-        )
+        other = first if run.arm == first.arm else baselines.get(run.seed, first)
         allowed = ARM_FIELDS if run.arm != other.arm else ()
         if parse_arm(run.arm).projector != parse_arm(other.arm).projector:
             allowed += ("initial_weights.mm_mlp_adapter",)
         allowed += SEED_FIELDS if run.seed != other.seed else ()
         allowed += OWN_STAGE_1 if stage == "finetune" else ()
-        changed = differences(other.configuration(stage), run.configuration(stage), ABSENT)
-        refused = {name: pair for name, pair in changed.items() if not name.startswith(allowed)}
-        if refused:
-            again = TRAIN_AGAIN.format(run.folder(stage))
-            raise ValueError(f"{stage}: runs to be compared differ{listed(refused, (other.name, run.name))}\n{again}")
+        names, again = (other.name, run.name), TRAIN_AGAIN.format(run.folder(stage))
+        if fields := changed(other.configuration(stage), run.configuration(stage), names, allowed):
+            raise ValueError(f"{stage}: runs to be compared differ{fields}\n{again}")
 
 
 def check_flags(run: Run, stage: str, flags: Mapping[str, str]) -> None:
     """Raises ValueError if the stage was trained with other flags than `flags`, but for those of its arm and seed."""
     own = (*NOT_IDENTITY, "mm_projector_norm", "mm_projector_type", "local_rank")
     own += () if run.seed is None else ("seed",)
-    before, now = ({name: value for name, value in given.items() if not name.startswith(own)}
-                   for given in (run.flags(stage), flags))  # fmt: skip
-    if changed := differences(before, now, ABSENT):
+    if fields := changed(run.flags(stage), flags, ("trained", "now"), own):
         raise ValueError(
-            f"{run.folder(stage)} was trained with different flags{listed(changed, ('trained', 'now'))}\n"
+            f"{run.folder(stage)} was trained with different flags{fields}\n"
             "Set the variables as they were, or choose another --output-dir."
         )
 
@@ -218,10 +191,9 @@ def check_present(runs: Sequence[Run]) -> None:
         packages = [name.removeprefix("versions.") for name in recorded if name.startswith("versions.")]
         present = dict(flattened(software(packages)))
         now = {name: present[name] for name in recorded}
-        if changed := differences(recorded, now):
-            names = (run.name, "now")
+        if fields := changed(recorded, now, (run.name, "now")):
             raise ValueError(
-                f"new runs would not be comparable{listed(changed, names)}\n"
+                f"new runs would not be comparable{fields}\n"
                 f"Restore that state, or remove {run.root} and retrain every run."
             )
 
@@ -236,9 +208,8 @@ def check_arm(run: Run, stage: str) -> None:
         expected |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
     if stage == "finetune":
         expected["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
-    changed = {name: (value, actual.get(name)) for name, value in expected.items() if actual.get(name) != value}
-    if changed:
-        raise ValueError(f"{run.folder(stage)}: folder name and run disagree{listed(changed, ('expected', 'found'))}")
+    if fields := changed(expected, {name: actual.get(name) for name in expected}, ("expected", "found")):
+        raise ValueError(f"{run.folder(stage)}: folder name and run disagree{fields}")
 
 
 def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = lambda run: run.results) -> None:
@@ -252,9 +223,8 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
                 f"{run.name}, evaluation: used different weights ({own.fingerprint}) than {run.folder('finetune')} "
                 f"has now ({now}); rerun the evaluation"
             )
-        changed = differences(evaluation_settings(first), evaluation_settings(own), ABSENT)
-        if changed:
-            raise ValueError(f"evaluation: runs were evaluated differently{listed(changed, (runs[0].name, run.name))}")
+        if fields := changed(evaluation_settings(first), evaluation_settings(own), (runs[0].name, run.name)):
+            raise ValueError(f"evaluation: runs were evaluated differently{fields}")
         for task in first.tasks:
             ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, own)]
             if sorted(ids[0]) != sorted(ids[1]):
@@ -262,19 +232,6 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
                 raise ValueError(
                     f"{task}: {runs[0].name} and {run.name} have different samples, such as {only}; evaluate again"
                 )
-
-
-def check_all(runs: Sequence[Run], questions: bool = False) -> None:
-    """Raises ValueError unless all runs of both stages and their evaluations may be compared.
-
-    Args:
-        questions: whether the runs also answered the caller's own questions.
-    """
-    for stage in STAGES:
-        check_runs(runs, stage)
-    check_results(runs)
-    if questions:
-        check_results(runs, lambda run: run.own_results)
 
 
 def evaluation_settings(results: Results) -> dict[str, object]:

@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from llava.compare.runs import Run, check_present, check_runs, is_finished, last_step
+from llava.analysis.commands import NamedModel
+from llava.compare.runs import Run, check_present, check_runs, is_finished
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
 from llava.utils.paths import ROOT
@@ -36,6 +38,8 @@ class Step:
     Attributes:
         settings: additional environment variables.
         is_done: whether the step can be skipped.
+        before: called when it starts.
+        after: called with its seconds when the command ends with status 0.
     """
 
     title: str
@@ -43,18 +47,18 @@ class Step:
     log: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     is_done: Callable[[], bool] = lambda: False
+    before: Callable[[], object] = lambda: None
+    after: Callable[[float], object] = lambda seconds: None
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
         """Starts the command with the variables of its lane's place."""
+        self.before()
         env = {**os.environ, **self.settings, **place}
         with self.log.open("w") as output:
             return start(self.command, env, output, cwd=ROOT, keep_open=keep_open)
 
-    def succeeded(self, seconds: float) -> None:
-        """Called when the command ends with status 0."""
-
     def failed(self, code: int) -> None:
-        """Called when the command ends with another status, which is a StepError."""
+        """Raises the StepError of a command that ended with another status."""
         cause = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
         lines = [f"  | {line}" for line in last_lines(self.log, SHOWN_LINES)]
         command = f"{self.title} {cause}: {shlex.join(self.command)}"
@@ -66,75 +70,37 @@ class Step:
         return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
 
 
-@dataclass
-class StageStep(Step):
-    """One training stage of an arm, into `folder`.
+def training(title: str, stage: str, folder: Path, settings: Mapping[str, str], runs: Sequence[Run]) -> Step:
+    """A stage into `folder`; before and after it, `runs` must be equal in everything but the arm."""
 
-    Attributes:
-        steps: number of optimizer steps; 0 where its length is given in epochs.
-        batch: samples in a step.
-        compared: runs that must equal this one in everything but the arm, checked before and after the stage.
-    """
+    def before() -> None:
+        check_present(runs)
+        (folder / DONE).unlink(missing_ok=True)
 
-    folder: Path = Path()
-    steps: int = 0
-    batch: int = 0
-    compared: Sequence[Run] = ()
+    def after(seconds: float) -> None:
+        (folder / DONE).write_text(f"{seconds:.1f}\n")
+        if finished := [run for run in runs if run.has_finished(folder.name)]:
+            check_runs(finished, folder.name)
 
-    def __post_init__(self) -> None:
-        self.is_done = lambda: is_finished(self.folder)
-
-    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
-        check_present(self.compared)
-        (self.folder / DONE).unlink(missing_ok=True)
-        return super().start(keep_open, place)
-
-    def succeeded(self, seconds: float) -> None:
-        (self.folder / DONE).write_text(f"{seconds:.1f}\n")
-        part = self.folder.name
-        if finished := [run for run in self.compared if run.has_finished(part)]:
-            check_runs(finished, part)
-
-    def progress(self) -> str:
-        line = last_step(self.folder)
-        if line is None:
-            return "starting"
-        rate = line["samples_per_second"]
-        text = f"step {line['step']:3d}" + (f"/{self.steps}" if self.steps else "")
-        text += f"  loss {line['loss']:.3f}  {rate:.1f} samples/s"
-        if not self.steps or not rate:
-            return text
-        minutes, seconds = divmod(round((self.steps - line["step"]) * self.batch / rate), 60)
-        return f"{text}  {minutes}:{seconds:02d} left"
+    command, log = ["bash", f"scripts/{stage}.sh"], folder.with_suffix(".log")
+    return Step(title, command, log, settings, partial(is_finished, folder), before, after)
 
 
-@dataclass
-class Measurement(Step):
-    """Measurements of `llava.analysis`.
+def measurement(
+    title: str, command: Sequence[str], mark: Path, settings: Mapping[str, str], models: Sequence[NamedModel]
+) -> Step:
+    """Measures models once; `mark` is the file that records their weights and the code."""
 
-    Attributes:
-        models: folders of the models by their names.
-        mark: file that records what decided them.
-    """
-
-    models: Mapping[str, str] = field(default_factory=dict)
-    mark: Path = Path()
-
-    def __post_init__(self) -> None:
-        self.is_done = self.is_measured
-
-    def is_measured(self) -> bool:
-        """Whether these models were measured with their current weights, by the current code."""
-        return self.mark.is_file() and self.mark.read_text() == self.origin()
-
-    def origin(self) -> str:
-        """What decides the measurement."""
-        named = [f"{name}={folder}" for name, folder in self.models.items()]
-        weights = [revision(folder) or "" for folder in self.models.values()]
+    def origin() -> str:
+        named = [f"{name}={folder}" for name, folder in models]
+        weights = [revision(folder) or "" for _, folder in models]
         return "\n".join([*named, *weights, code_digest(ANALYSIS)])
 
-    def succeeded(self, seconds: float) -> None:
-        self.mark.write_text(self.origin())
+    def is_done() -> bool:
+        return mark.is_file() and mark.read_text() == origin()
+
+    log = mark.with_suffix(".log")
+    return Step(title, command, log, settings, is_done, after=lambda seconds: mark.write_text(origin()))
 
 
 @dataclass
@@ -151,16 +117,15 @@ class Lane:
 
 def run_lanes(
     lanes: Mapping[str, Sequence[Step]],
-    width: int,
+    places: Sequence[Mapping[str, str]],
     keep_open: Sequence[int] = (),
-    places: Sequence[Mapping[str, str]] = (),
     ended: Callable[[str], object] = lambda lane: None,
 ) -> dict[str, float]:
-    """Runs every lane's steps in order, at most `width` lanes in parallel; returns each step's seconds by its title.
+    """Runs every lane's steps in order, a lane in each place at a time; returns each step's seconds by its title.
 
     Args:
+        places: the variables of each place, such as its GPU.
         keep_open: file descriptors that the commands inherit, such as a lock's.
-        places: for each of the `width` parallel lanes, its own variables, such as its GPU.
         ended: called with a lane's name when all its steps are done.
 
     Raises:
@@ -168,12 +133,12 @@ def run_lanes(
     """
     waiting = [Lane(name, list(steps)) for name, steps in lanes.items()]
     active: list[Lane] = []
-    free = list(places or [{}] * width)
+    free = list(places)
     times: dict[str, float] = {}
     shown, between = time.monotonic(), float(os.environ.get("WATCH_SECONDS", "20"))
     try:
         while waiting or active:
-            while waiting and len(active) < width:
+            while waiting and free:
                 active.append(waiting.pop(0))
                 active[-1].place = free.pop(0)
             for lane in list(active):
@@ -202,7 +167,7 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
         if code:
             lane.running.failed(code)
         else:
-            lane.running.succeeded(seconds)
+            lane.running.after(seconds)
             _show(lane, f"done in {seconds:.0f} s")
     while lane.steps:
         lane.running = lane.steps.pop(0)

@@ -49,6 +49,7 @@ class Statistics:
     Attributes:
         tasks: in the record's order.
         counted: tasks of the overall result, whose name is `overall`: their mean, or all their questions together.
+        named: the tasks, and all their questions together if that is the overall result.
         decided: whether the intervals are over seeds.
     """
 
@@ -61,6 +62,7 @@ class Statistics:
         self.tasks = list(record["questions"])
         self.counted = plan.tasks if plan else self.tasks
         self.overall = record.get("overall", MEAN)
+        self.named = self.tasks + [self.overall] * (self.overall != MEAN)
         self.decided = len(self.seeds) >= FEWEST_SEEDS
         for arm in self.arms:
             for task in self.tasks:
@@ -89,8 +91,9 @@ class Statistics:
             raise ValueError(f"{task}, {arm}: score {recorded}, but its samples give {own.tolist()}; evaluate again")
 
     def recorded(self, arm: str, task: str) -> list[float]:
-        """A harness's score of each seed, in percent; empty where no harness computed any."""
-        return [percent[task] for s in self.seeds if task in (percent := self.by_run[arm, s].get("percent", {}))]
+        """The recorded score of each seed, in percent; empty where a run has none."""
+        scores = [self.by_run[arm, seed].get("percent", {}).get(task) for seed in self.seeds]
+        return [] if None in scores else scores
 
     @cached_property
     def scores(self) -> dict[str, dict[str, list[float]]]:
@@ -104,11 +107,6 @@ class Statistics:
             if self.overall == MEAN:
                 own[MEAN] = np.mean([own[task] for task in self.counted], axis=0).tolist()
         return scores
-
-    @property
-    def named(self) -> list[str]:
-        """The tasks, and all their questions together if that is the overall result."""
-        return self.tasks + [self.overall] * (self.overall != MEAN)
 
     @cached_property
     def results(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -125,15 +123,14 @@ class Statistics:
         return results
 
     def _over_seeds(self, arm: str, task: str) -> dict[str, Any]:
-        """A comparison by Student's t, with its verdict where it has one."""
+        """A comparison by Student's t; of a plan its primary ones alone have a verdict."""
         plan = self.plan
-        if plan is None:
-            difference = compare_seeds(self.by_seed(arm, task, 100.0))
-            return asdict(difference) | {"confidence": CONFIDENCE, "verdict": verdict(difference, 0.0)}
-        primary = task == self.overall and arm in plan.primary
-        difference = compare_seeds(self.by_seed(arm, task, 100.0), plan.confidence if primary else CONFIDENCE)
-        words = {"role": "primary", "verdict": verdict(difference, plan.margin)} if primary else {"role": "exploratory"}
-        return asdict(difference) | {"confidence": plan.confidence if primary else CONFIDENCE} | words
+        primary = plan is not None and task == self.overall and arm in plan.primary
+        confidence, margin = (plan.confidence, plan.margin) if plan and primary else (CONFIDENCE, 0.0)
+        difference = compare_seeds(self.by_seed(arm, task, 100.0), confidence)
+        words = verdict(difference, margin) if primary or plan is None else ""
+        role = "primary" if primary else "exploratory"
+        return asdict(difference) | {"confidence": confidence, "verdict": words, "role": role}
 
     def by_seed(self, arm: str, task: str, factor: float = 1.0, name: str = "scores") -> list[float]:
         """An arm's differences from the baseline, one for each seed."""

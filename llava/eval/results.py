@@ -24,7 +24,7 @@ LLAVA_COMMIT = "llava (git commit)"
 """This tree among the versions of `Results`."""
 LLAVA_CODE = "llava (code)"
 """The digest of the sources that decide answers and scores, also among the versions."""
-CONTROLS = ("untouched", "blank", "shuffled", "text-only")
+CONTROLS = UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = "untouched", "blank", "shuffled", "text-only"
 """Folders with the results of a checkpoint as it is, and with its pictures removed in three ways."""
 
 PAPER_COLUMNS = {

@@ -203,7 +203,7 @@ def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
 def test_the_demos_scoring_asks_the_same_way(assistant, images):
     turns = [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt", "value": "Yes"}]
     records = [{"image": f"{colour}.png", "conversations": turns} for colour in COLOURS]
-    said = answers.answers_under(answers.UNTOUCHED, assistant, records, images, batch_size=3)
+    said = answers.answers_under("untouched", assistant, records, images, batch_size=3)
     assert [text for text, _ in said] == ["Yes" if colour in WARM else "No" for colour in COLOURS]
     assert all((value > math.log(0.5)) == (text == "Yes") for text, value in said)  # "Yes" is expected everywhere
 

@@ -201,7 +201,7 @@ def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
     """The variables that each run's script is called with, besides the caller's."""
     arms, seeds, demo = ["none", "layernorm"], [42, 43], DEMO if command != "compare, recipe" else "llama-3.2-3b"
     if command == "quickstart":
-        experiment = Quickstart.of("scenes", arms, folder)
+        experiment = Quickstart(demo, arms, [], folder, "scenes")
     elif command == "plan":
         experiment = Planned(demo, arms, seeds, folder, plan=read_plan(PLAN))
     else:
@@ -211,7 +211,7 @@ def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_path, capsys, monkeypatch, command):
-    monkeypatch.setattr(Quickstart, "recipes", {})
+    monkeypatch.setattr(Quickstart, "recipe", lambda *_: {})
     on_cpu = SimpleNamespace(on_gpu=False)
     for module in ("quickstart", "engine"):
         monkeypatch.setattr(f"llava.compare.{module}.resolve_devices", lambda environment: on_cpu)
@@ -295,4 +295,3 @@ def test_an_arm_is_a_norm_and_its_initial_norm():
     assert parse_arm("layernorm@default") == Arm("layernorm", "default")
     assert parse_arm("rmsnorm-fixed") == Arm("rmsnorm", "text_norm", learnable=False)
     assert parse_arm("rmsnorm@4x-fixed") == Arm("rmsnorm", "4x", learnable=False)
-    assert parse_arm("scale-fixed", recorded=True) == Arm("scale", "text_norm", learnable=False)

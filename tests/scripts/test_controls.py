@@ -24,7 +24,7 @@ def data(tiny, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch, capsys):
+def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch):
     words = [
         "answers",
         "--checkpoint",
@@ -57,7 +57,6 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     Image.new("RGB", (20, 16), "grey").save(picture)
     with pytest.raises(AssertionError, match="asked again"):
         main(words)
-    assert "made with different questions or pictures; answering again" in capsys.readouterr().out
 
 
 def test_a_batch_of_no_question_is_refused(tmp_path, capsys):

@@ -14,6 +14,7 @@ import pytest
 import study_stub
 from paths import ROOT
 from PIL import Image
+from run_inputs import inputs_in
 from shell import bash, new_lines, only
 from study_stub import KINDS
 
@@ -51,26 +52,21 @@ PYTHON = PYTHON.replace("@ROOT", str(ROOT)).replace("@PYTHON", sys.executable).r
 @pytest.fixture
 def start(tmp_path):
     """A function that runs the quickstart with a stand-in interpreter, or starts it; `.calls()` lists what it began."""
-    python, calls, out, root = tmp_path / "python", tmp_path / "calls", tmp_path / "out", tmp_path / "inputs"
+    python, calls, out, root = tmp_path / "python", tmp_path / "calls", tmp_path / "out", tmp_path / "playground/data"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    for folder in ("smollm2-135m-instruct", "siglip-scenes", "scenes/images"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "config.json").write_text("{}")
-    for stage in ("pretrain", "finetune"):
-        (root / f"scenes/{stage}.json").touch()
+    (root / "scenes/images").mkdir(parents=True)
     turns = [{"from": "human", "value": "<image>\nWhich?"}, {"from": "gpt", "value": "a"}]
     records = [{"id": f"{kind}-0", "kind": kind, "image": f"{kind}.png", "conversations": turns} for kind in KINDS]
     (root / "scenes/heldout.json").write_text(json.dumps(records))
     for kind in KINDS:
         Image.new("RGB", (4, 4)).save(root / f"scenes/images/{kind}.png")
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
-    env = only(**env, HOME=tmp_path, LOCK_SECONDS=1)
+    env = only(**env | inputs_in(tmp_path), HOME=tmp_path, LOCK_SECONDS=1, PYTHONPATH=ROOT)
 
     def run(*flags, wait=True, **extra):
-        words = [sys.executable, "-m", "llava.compare", "quickstart", "--root", str(root), "--output-dir", str(out)]
-        words += flags
-        options = {"cwd": ROOT, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
+        words = [sys.executable, "-m", "llava.compare", "quickstart", "--output-dir", str(out), *flags]
+        options = {"cwd": tmp_path, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
         if wait:
             return subprocess.run(words, capture_output=True, timeout=240, **options)
         listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -109,9 +105,9 @@ def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
         assert mine == ["pretrain", "finetune", arm]  # the last: its answers
     assert begun(lines)[-1] == ["measure", "update-rates"] and "| all questions" not in done.stdout
     assert "|   all questions" in done.stdout and "gwc_layernorm minus none" in (start.out / "index.html").read_text()
-    assert "loss 2.500  4.0 samples/s" in done.stdout and "\r" not in done.stdout
+    assert "\r" not in done.stdout
     times = json.loads((start.out / "record.json").read_text())["times"]
-    assert times["none, stage 1"] >= 1 and times["all"] < sum(times.values())
+    assert times["none, pretrain"] >= 1
 
 
 @pytest.mark.slow
@@ -133,7 +129,7 @@ def test_a_second_call_trains_nothing_again(start):
     assert again.returncode == 0 and not begun(start.calls(), "train")
     assert again.stdout.count("is complete, skipped") == 7  # stages, answers and the measurement
     kept = json.loads((start.out / "record.json").read_text())["times"]
-    assert kept["none, stage 1"] == before["none, stage 1"]
+    assert kept["none, pretrain"] == before["none, pretrain"]
 
 
 @pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
@@ -164,7 +160,7 @@ def test_a_failed_step_names_its_log_and_ends_the_other_arm(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
     assert failed.returncode == 2
     log = start.out / "none/finetune.log"
-    assert "none, stage 2 failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
+    assert "none, finetune failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
     assert failed.stderr.endswith(f"its log: {log}\nrerun the same command to resume\n")
     assert "Traceback" not in failed.stderr
     start.calls()
@@ -224,9 +220,8 @@ def test_settings_that_trained_nothing_block_no_later_call(start):
     ("flags", "extra", "said"),
     [
         (["--arms", "none none"], {}, "each once"),
-        (["--arms", "none,batchnorm"], {}, "NORM=batchnorm is not one of"),
+        (["--arms", "none,batchnorm"], {}, "'batchnorm' is not one of"),
         ([], {"PROJECTOR": "linear"}, "PROJECTOR=linear: arms have mlp2x_gelu"),
-        ([], {"MAX_STEPS": "many"}, "MAX_STEPS=many is not a whole number"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, said):
@@ -262,7 +257,7 @@ def test_a_lane_starts_when_another_has_ended_and_no_earlier(tmp_path):
     steps = {name: [step(name, seconds)] for name, seconds in (("a", 0.6), ("b", 0.1), ("c", 0.1))}
     for lane in steps.values():
         lane[0].command = [*lane[0].command[:2], lane[0].command[2].replace("order", str(tmp_path / "order"))]
-    times = run_lanes(steps, 2)
+    times = run_lanes(steps, [{}] * 2)
     assert (tmp_path / "order").read_text().split()[2] == "c" and times["a"] >= 0.6 > times["b"]
 
 
@@ -271,7 +266,7 @@ def test_no_two_lanes_at_a_time_have_the_same_place(tmp_path):
         name: [Step(name, ["bash", "-c", f"echo {name}$GPU >>{tmp_path}/order; sleep 0.2"], tmp_path / name)]
         for name in "abc"
     }
-    run_lanes(lanes_of, 2, places=[{"GPU": "0"}, {"GPU": "1"}])
+    run_lanes(lanes_of, [{"GPU": "0"}, {"GPU": "1"}])
     seen = (tmp_path / "order").read_text().split()
     assert set(seen[:2]) == {"a0", "b1"} and seen[2] in ("c0", "c1")
 
@@ -279,7 +274,7 @@ def test_no_two_lanes_at_a_time_have_the_same_place(tmp_path):
 def test_a_failure_shows_only_the_last_state_of_a_progress_bar(tmp_path):
     step = Step("it", ["bash", "-c", r"printf '10%%\r50%%\r90%%\n'; exit 4"], tmp_path / "log")
     with pytest.raises(StepError, match=re.escape("| 90%\n")) as raised:
-        run_lanes({"it": [step]}, 1)
+        run_lanes({"it": [step]}, [{}])
     assert "10%" not in str(raised.value).split("exit 4'")[1]
 
 

@@ -26,7 +26,8 @@ QUESTIONS, RIGHT = 24, {"none": 9, "gwc_layernorm": 18}
 @pytest.fixture
 def arms(tmp_path, monkeypatch):
     """A function that answers by made-up models and writes the page; `.asked` names the arms that were asked."""
-    data, out = tmp_path / "photos", tmp_path / "out"
+    data, out = tmp_path / "playground/data/photos", tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
     (data / "images").mkdir(parents=True)
     records = []
     for i in range(QUESTIONS):
@@ -54,9 +55,9 @@ def arms(tmp_path, monkeypatch):
         run.asked.clear()
         for arm in ARMS:
             words = {"checkpoint": out / arm / "finetune", "data": data, "output_dir": out / "answers" / arm}
-            more = {"batch_size": 80, "controls": [answers.UNTOUCHED], "questions": 0}
+            more = {"batch_size": 80, "controls": ["untouched"], "questions": 0}
             answers.run(argparse.Namespace(**words, **more))
-        Quickstart("demo", list(ARMS), [], out, "photos", root=tmp_path).page()
+        Quickstart("demo", list(ARMS), [], out, "photos").page()
 
     run.asked, run.out, run.data = [], out, data
     return run
@@ -76,7 +77,7 @@ def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, caps
 
 
 @pytest.mark.slow
-def test_answers_are_reused_until_what_decides_them_changes(arms, capsys, monkeypatch):
+def test_answers_are_reused_until_what_decides_them_changes(arms, monkeypatch):
     arms()
     assert arms.asked == list(ARMS)
     arms()
@@ -88,23 +89,19 @@ def test_answers_are_reused_until_what_decides_them_changes(arms, capsys, monkey
     (arms.data / "heldout.json").write_text((arms.data / "heldout.json").read_text() + "\n")
     arms()
     assert arms.asked == list(ARMS)
-    capsys.readouterr()
     Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
     arms()
     assert arms.asked == list(ARMS)
-    assert capsys.readouterr().out.count("made with different questions or pictures; answering again") == 2
     monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
     arms()
     assert arms.asked == list(ARMS)
 
 
-def test_page_stands_alone_escapes_answers_and_leads_to_every_log(arms):
+def test_page_stands_alone_and_escapes_answers(arms):
     arms()
     page = (arms.out / "index.html").read_text()
     assert not re.findall(r"""src=["'](?!data:)""", page) and "<img src=x" not in page
     assert html.escape("<img src=x", quote=False) in page
-    links = re.findall(r'href="([^"]*)"', page)
-    assert len(links) == 6 and all((arms.out / link).exists() for link in links)
     alts = re.findall(r'<img [^>]*alt="([^"]*)"', page)
     assert "Which?" in alts and all(re.fullmatch(r"[A-Z].*[.?]", alt) for alt in alts)
     assert "the arms cannot be ranked" in page and "+37.50 points" in page
@@ -146,7 +143,7 @@ def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
 
 
 def test_the_page_shows_different_pictures_of_each_kind(arms):
-    shown = Quickstart("demo", list(ARMS), [], arms.out, "photos", root=arms.data.parent).examples()
+    shown = Quickstart("demo", list(ARMS), [], arms.out, "photos").examples()
     assert [(row["task"], row["id"]) for row in shown] == [("color", "q0"), ("shape", "q1"), ("color", "q2")]
     assert shown[0]["question"] == "Which?" and Path(shown[0]["picture"]).is_file()
 

@@ -165,6 +165,7 @@ def scores_of(model, tasks):
     entry = {"seed": 42, "arm": "none", "scores": dict.fromkeys(tasks, [1.0] * 9 + [0.0])}
     configuration = {"pretrain.model.model_name_or_path": model}
     record = {"configuration": configuration, "questions": dict.fromkeys(tasks, [*"abcdefghij"]), "runs": [entry]}
+    record["tasks"] = dict.fromkeys(tasks, {"kinds": ["a"] * 10})
     return score_rows("mine", Statistics(record))
 
 

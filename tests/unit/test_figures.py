@@ -7,7 +7,6 @@ import pytest
 from paths import ROOT
 
 from llava.compare import figures
-from llava.compare.arms import REMOVED_NORMS
 from llava.compare.plan import read_plan
 from llava.compare.record import read_record
 from llava.compare.tables import Statistics
@@ -32,7 +31,7 @@ def content(uri):
 
 
 def test_every_norm_and_every_kind_of_token_has_a_colour_of_its_own():
-    assert set(NORM_COLOURS) == {*NORM_TYPES, *REMOVED_NORMS}
+    assert set(NORM_COLOURS) == {*NORM_TYPES, "scale", "gwc_scale"}
     colours = [*NORM_COLOURS.values(), *TOKENS, presentation.NEUTRAL]
     assert len(set(colours)) == len(colours)
 
@@ -71,7 +70,7 @@ def test_an_arm_has_one_colour_in_all_figures():
 
 def test_what_the_analysis_draws_is_described_alike_on_all_pages():
     page = (ROOT / "docs/analysis.md").read_text()
-    shown = [f"![{alt}](figures/analysis/{name}.png)" for name, (_, alt) in figures.DRAWN.items()]
+    shown = [f"![{alt}](figures/analysis/{name}.png)" for name, alt in figures.DRAWN.items()]
     assert [picture for picture in shown if picture not in page] == []
 
 

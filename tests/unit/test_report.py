@@ -150,7 +150,7 @@ def test_a_record_of_other_runs_is_told_apart(report, tmp_path, capsys):
     assert capsys.readouterr().out.count("is the same") == 12
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace("[1.0,", "[0.0,", 1))
     assert main(["report", str(report[0]), "--against", str(tmp_path)]) == 2
-    assert "1 of 540 scores" in capsys.readouterr().out
+    assert "none, seed 1: scores\n" in capsys.readouterr().out
 
 
 def test_cost_counts_each_step_once(report):
