@@ -177,7 +177,7 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
             rows = [row for shard in shards for row in _benchmark_rows(shard)]
         except pa.ArrowException as error:
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
-        store = ImageStore(None, follow_links=True, setting="--data")
+        store = ImageStore(None, setting="--data")
         key = f"{[remembered_digest(shard) for shard in shards]}"
         return Source("", rows, store, key), [len(record_images(row)) for row in rows]
     if path.is_dir():
@@ -185,7 +185,7 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
         if not files:
             raise DataError(path, "the folder holds neither pictures nor Parquet files")
         records = [record_of(file, file, args.prompt) for file in files]
-        store = ImageStore(path, follow_links=True, setting="--data")
+        store = ImageStore(path, setting="--data")
         return Source(str(path), records, store, f"{args.prompt} {files}"), [1] * len(files)
     expected = "a folder, .json, .jsonl, .parquet, .yaml"
     raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
@@ -194,7 +194,7 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
 def _records(path: Path, folder: Path | None) -> tuple[Source, list[int | None]]:
     """LLaVA's records; malformed rows of Parquet files are left out, malformed JSON records are refused."""
     records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
-    store = ImageStore(folder, follow_links=True, others=records.image_folders, setting="--image-folder")
+    store = ImageStore(folder, others=records.image_folders, setting="--image-folder")
     # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]

@@ -92,7 +92,7 @@ def content_of(data: Path) -> str:
     """The fingerprint of the held-out questions and their pictures."""
     from llava.data.images import ImageStore
 
-    pictures = ImageStore(data / "images", follow_links=True).content(record["image"] for record in held_out(data))
+    pictures = ImageStore(data / "images").content(record["image"] for record in held_out(data))
     return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
 
 
@@ -177,7 +177,7 @@ def answers_under(
     from llava.data.images import ImageStore
     from llava.model.decoding import evaluation_options
 
-    store = ImageStore(images, follow_links=True)
+    store = ImageStore(images)
 
     def picture(file: Any) -> Image.Image:
         image = store.open(file)

@@ -1,7 +1,8 @@
 """Opens the pictures of records: files below a folder, members of a zip file, bytes in rows of Parquet files.
 
-Names in records are not trusted. A path may not lead out of the folder, be it by `..`, from the root, or over a link;
-only picture formats that Pillow itself decodes are tried; and a file that is too large for a picture is not read.
+Names in records are not trusted: a path may not lead out of the folder by `..` or from the root. Links, which the owner
+of the folder made, are followed. Only formats that Pillow itself decodes are tried, and a file that is too large for a
+picture is not read.
 """
 
 import functools
@@ -52,7 +53,6 @@ class ImageStore:
     Args:
         image_folder: a folder, a `.zip` file, or None for the working directory.
         cache_dir: where a zip file's list of members is kept; by default `.llava_cache` beside it.
-        follow_links: whether links below the folder may lead out of it.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
         orientation: `stored` or `exif`, see `llava.utils.pixels`.
@@ -66,7 +66,6 @@ class ImageStore:
         self,
         image_folder: str | Path | None,
         cache_dir: str | None = None,
-        follow_links: bool = False,
         others: Sequence[str | None] = (),
         setting: str = "--image_folder",
         orientation: str = "stored",
@@ -76,19 +75,17 @@ class ImageStore:
             if not self.root.exists():
                 raise DataError(self.root, f"no such folder or zip file{starts_from(self.root)}")
             self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
-        self.follow_links = follow_links
         self.orientation = orientation
-        self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
         self.others = {
-            other: ImageStore(other, cache_dir, follow_links, setting=_OF_AN_ENTRY, orientation=orientation)
+            other: ImageStore(other, cache_dir, setting=_OF_AN_ENTRY, orientation=orientation)
             for other in others
             if other is not None
         }
 
     def identity(self) -> str:
         """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
-        own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
+        own = f"zip {self.archive.content()}" if self.archive else f"folder {os.path.realpath(self.root)}"
         return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
 
     def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
@@ -187,10 +184,9 @@ class ImageStore:
             raise self._unreadable(image, str(error)) from error
 
     def _file(self, name: str) -> str:
-        path = os.path.join(self.root, name)
+        path, root = os.path.join(self.root, name), os.path.abspath(self.root)
         try:
-            target = os.path.abspath(path) if self.follow_links else os.path.realpath(path)
-            root = os.path.abspath(self.root) if self.follow_links else self._real_root
+            target = os.path.abspath(path)
             status = os.stat(path) if os.path.commonpath([root, target]) == root else None
         except ValueError as error:  # a name that no file can have
             raise OSError(str(error)) from error
@@ -198,7 +194,7 @@ class ImageStore:
             raise ImageError(
                 "image_outside",
                 f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
-                "holds all images, links resolved, or give a mixture's entries folders of their own",
+                "holds all images or links to them, or give a mixture's entries folders of their own",
             )
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")

@@ -57,7 +57,7 @@ class QuestionRecords(Sequence[Question]):
         with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
         others = self.records.image_folders
-        options = {"follow_links": True, "others": others, "setting": "--image-folder"}
+        options = {"others": others, "setting": "--image-folder"}
         self._store = partial(ImageStore, image_folder, **options)
         self.images = self._store()
         size = -(-len(self.records) // part[1])
