@@ -15,16 +15,18 @@ from llava.train import memory
 from llava.train import train as train_module
 
 
-def resolve_alike(argv: list[str]) -> list[str]:
+def resolve_alike(argv: list[str], usable: list[list[float]]) -> list[str]:
+    of_ranks, budget = usable.pop(0), memory.memory_budget
+    memory.memory_budget = lambda device, parameters: of_ranks[int(os.environ["RANK"])]
     flags = gather_object([memory.resolve_auto(argv)])
+    memory.memory_budget = budget  # what the machine has decides on recomputation
     assert all(words == flags[0] for words in flags), f"the ranks choose {[words[-1] for words in flags]}"
     return flags[0]
 
 
 def main() -> None:
     usable = json.loads(sys.argv.pop())
-    memory.memory_budget = lambda device, parameters: usable.pop(0)[int(os.environ["RANK"])]
-    train_module.resolve_auto = resolve_alike
+    train_module.resolve_auto = lambda argv: resolve_alike(argv, usable)
     train_in_turn.main()
 
 
