@@ -450,9 +450,8 @@ def use_converted_states(start: Start, args: TrainingArguments) -> bool:
         states = folder / (folder / "latest").read_text().strip()
         raise ResumeError(
             f"{folder} was written by {start.ranks} ranks, and now there are {args.world_size}; convert DeepSpeed's "
-            "states, which takes the same room on the disk again, and rerun the command: python -m "
-            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {states} --output_folder "
-            f"{states}_universal"
+            f"states by python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {states} "
+            f"--output_folder {states}_universal (it takes the same room on the disk again), and rerun the command"
         )
     if args.load_best_model_at_end:
         raise ResumeError(

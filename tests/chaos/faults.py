@@ -142,9 +142,9 @@ KILLED = ("if no line above names an error, it was killed, by hand or because me
 LEFT = ("...: removing what an interrupted run left half written",)
 IN_SAVE = {"what": "kill_in_save", "step": 6}
 CONVERT = (
-    "... was written by ... ranks, and now there are ...; convert DeepSpeed's states, which takes the same room on the "
-    "disk again, and rerun the command: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
-    "--input_folder ... --output_folder ..._universal",
+    "... was written by ... ranks, and now there are ...; convert DeepSpeed's states by python -m "
+    "deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder ... --output_folder ..._universal "
+    "(it takes the same room on the disk again), and rerun the command",
 )
 USR1, TERM, INT = ({"what": "signal", "signal": name, "step": 4} for name in ("SIGUSR1", "SIGTERM", "SIGINT"))
 DIFFERENCES = (

@@ -169,7 +169,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(tiny, tmp_path):
     argv = flags(tiny, tmp_path / "resumed", 2, **options | {"per_device_train_batch_size": 8})
     with pytest.raises(AssertionError, match="checkpoint-1 was written by 2 ranks, and now there are 1; ") as refused:
         launch(argv, "zero3", tmp_path, count=1)
-    command = re.search(r"python -m (deepspeed\.checkpoint\.ds_to_universal .*)", str(refused.value))[1].split()
+    command = re.search(r"python -m (deepspeed\.checkpoint\.ds_to_universal .*?) \(", str(refused.value))[1].split()
     subprocess.run([sys.executable, "-m", *command], check=True)
     output = launch(argv, "zero3", tmp_path, count=1)
     assert "changed within the run: world_size: checkpoint 2, now 1" in output
