@@ -263,7 +263,7 @@ def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, held
     monkeypatch.setattr(
         stop, "on_step_begin", lambda args, state, *_, **k: state.global_step == 4 and stop._receive(15, None) or None
     )
-    train_module.run(*parsed, train_module.watchdog_of(parsed[2]), stop)
+    train_module.train_in_folder(*parsed, train_module.Watchdog(str(tmp_path), 0), stop)
     kept = sorted(f.name for f in tmp_path.glob("checkpoint-*"))
     assert stop.stopped and kept[-1] == "checkpoint-5" and len(kept) == 2
     train_module.train(flags(tiny, tmp_path, 2, **options))
