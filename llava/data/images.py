@@ -147,7 +147,7 @@ class ImageStore:
             advice = "--image_orientation exif turns it upright"
             return Problem("turned", f"it is used as stored, not by its EXIF orientation {number}; {advice}")
         fault = dark_levels(picture)
-        return fault and Problem("dark", fault)
+        return Problem("dark", fault) if fault else None
 
     @contextmanager
     def _header(self, image: ImagePlace) -> Iterator[Image.Image]:

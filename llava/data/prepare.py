@@ -154,7 +154,7 @@ def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | 
             where = f"--folder {folder}: after the download of {source.repository} still"
             raise ValueError(f"{where} missing {', '.join(lacking)}")
     data, images = folder / source.data, _images(source, folder)
-    return str(data.parent if "*" in data.name else data), images and str(images)
+    return str(data.parent if "*" in data.name else data), str(images) if images else None
 
 
 def missing(source: Source, folder: Path) -> list[str]:

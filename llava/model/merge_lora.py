@@ -8,6 +8,7 @@ Base and adapters are added in float32 and rounded once, to `--dtype`.
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from llava.utils.commands import DTYPES, Parser, add_plugin_argument, exit_status
 
@@ -31,8 +32,8 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
     output = Path(save_model_path)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"--save-model-path {output}: exists and is not an empty folder; name another")
-    written = getattr(torch, dtype) if dtype else adapter_dtype(model_path)
-    options = {"device": "cpu", "torch_dtype": torch.float32}
+    written: Any = getattr(torch, dtype) if dtype else adapter_dtype(model_path)
+    options: dict[str, Any] = {"device": "cpu", "torch_dtype": torch.float32}
     tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, "", **options)
     assert image_processor is not None  # the model has a vision tower
     model.to(written).save_pretrained(output)

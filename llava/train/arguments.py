@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -202,6 +202,9 @@ class DataArguments:
 # pyrefly: ignore[inconsistent-inheritance]  # some flags take fewer values than the library's
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
+
+    if TYPE_CHECKING:
+        output_dir: str = ""  # the library has a default in place of None
 
     # --- steps, rates, order of the samples, loss ---
     optim: str = flag(

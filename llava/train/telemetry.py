@@ -244,8 +244,8 @@ def batch_work(batch: Batch, windows: Sequence[int | None] = (None,)) -> Work:
 
 def required_flops(costs: FlopCosts, work: Work) -> float:
     """The operations that `work` takes."""
-    counts = (work.tokens, work.pairs, work.images, work.targets)
-    return float(sum(cost * count for cost, count in zip(costs, counts, strict=False)))
+    operations = work.tokens * costs.per_token + work.pairs * costs.per_pair
+    return float(operations + work.images * costs.per_image + work.targets * costs.per_target)
 
 
 def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:

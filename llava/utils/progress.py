@@ -48,10 +48,11 @@ class progress(tqdm):
         hidden: bool = False,
         **options,
     ):
-        if not isinstance(of, Iterable):
-            of, options["total"] = None, of
+        items: Any = of if isinstance(of, Iterable) else None
+        if items is None:
+            options["total"] = of
         shown: dict[str, Any] = {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| " + _COUNT, "dynamic_ncols": True}
         if not in_terminal():
             shown = {"bar_format": "{desc}: " + _COUNT, "file": _Lines(), "mininterval": EVERY, "delay": EVERY}
         shown |= {"unit": unit, "initial": done, "disable": hidden, "miniters": 1, "smoothing": 0}
-        super().__init__(of, desc, **options, **shown)
+        super().__init__(items, desc, **options, **shown)

@@ -209,7 +209,8 @@ class VisionTower(nn.Module):
     @property
     def mlp_width(self) -> int:
         """Width of the hidden layer of an MLP, in elements per token."""
-        return [part for part in self.layers[0].mlp.modules() if isinstance(part, nn.Linear)][-1].in_features
+        mlp: Any = self.layers[0].mlp
+        return [part for part in mlp.modules() if isinstance(part, nn.Linear)][-1].in_features
 
 
 class SiglipVisionTower(VisionTower):
