@@ -22,8 +22,7 @@ def test_an_attached_norm_is_partitioned_and_trained_as_on_one_process(way, tmp_
     state = load_attached(str(output)).state_dict() if way == "zero3" else torch.load(output / "state.pt")
     expected = attach_on_ranks.alone(way, str(model), str(tmp_path / "alone"))
     assert state.keys() == expected.keys()
-    assert int(state["model.multi_modal_projector.mm_norm.step"]) == attach_on_ranks.STEPS
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    gain = "model.multi_modal_projector.mm_norm.norm.weight"
+    gain = "model.multi_modal_projector.mm_norm.weight"
     assert not torch.equal(expected[gain], attach_on_ranks.attached(str(model)).state_dict()[gain])
