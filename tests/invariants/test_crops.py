@@ -288,8 +288,12 @@ def test_one_picture_is_answered_in_crops_and_two_are_padded(tiny, stage_1, monk
     ]
     assert together == alone
     rules = assistant.model.crop_rules()
-    assert assistant._visual_tokens([wide.size], 1) == rules.visual_tokens(rules.picture(wide.size))
-    assert assistant._visual_tokens([wide.size, tall.size], 2) == rules.visual_tokens(Picture()) == V + 1
+    padded, cut = rules.visual_tokens(Picture()), rules.visual_tokens(rules.picture(wide.size))
+    assert padded == V + 1
+    words = assistant.prompt_ids(one, [wide]).numel() - 1
+    assert assistant.prompt_length(one, [wide.size]) == words + cut
+    words = assistant.prompt_ids(both, [wide, tall]).numel() - 2
+    assert assistant.prompt_length(both, [wide.size, tall.size]) == words + 2 * padded
 
 
 def test_an_analysis_knows_every_position_of_a_picture_in_crops(stage_1):
