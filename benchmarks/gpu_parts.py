@@ -150,7 +150,7 @@ def step(setting: Setting, stage: int) -> None:
 
 def mfu(setting: Setting) -> None:
     """MFU over the size of the micro-batch, and its figure."""
-    from llava.train.liger import has_liger
+    from llava.train.kernels import has_liger
 
     # Besides PyTorch's own kernels, what a recipe chooses where Liger is installed and no ZeRO-3 splits the tower.
     arms = ["--arms", "packed", *["liger_compiled_tower"] * (has_liger() and not setting.cpu)]

@@ -39,7 +39,9 @@ EXAMPLES = 3  # pictures on the page
 
 @dataclass
 class Quickstart(Experiment):
-    """An experiment with the recipe's seed, on inputs that it prepares."""
+    """An experiment with the recipe's seed, on inputs that it prepares in the folder `root`."""
+
+    root: Path = PREPARED
 
     @property
     def runs(self) -> list[Run]:
@@ -57,7 +59,7 @@ class Quickstart(Experiment):
 
     def lane(self, run: Run) -> list[Step]:
         """The steps of one arm."""
-        answers = self.held_out(run, PREPARED / self.data, self.folder / ANSWERS / run.arm, (UNTOUCHED,))
+        answers = self.held_out(run, self.root / self.data, self.folder / ANSWERS / run.arm, (UNTOUCHED,))
         return [*(self.stage(run, stage) for stage in STAGES), answers]
 
     def answers_of(self, run: Run) -> dict[str, Results]:
@@ -66,18 +68,22 @@ class Quickstart(Experiment):
     def work(self) -> None:
         """Every part in its order."""
         self.check_settings()
-        two = [{}] * (1 if resolve_devices(os.environ).on_gpu else 2)
-        model, *pictures = self.inputs(["smollm2"], [self.data], ["tower", "--data", self.data])
-        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, two)
+        self.prepare()
         width = len(self.places())
         order = "in sequence" if width == 1 else f"{width} at a time"
         title = f"{count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
         self.part(title, {run.arm: self.lane(run) for run in self.runs})
         self.page()
 
+    def prepare(self) -> None:
+        """The language model | pictures, then the tower."""
+        two, root = [{}] * (1 if resolve_devices(os.environ).on_gpu else 2), ["--root", self.root]
+        model, *pictures = self.inputs(["smollm2", *root], [self.data, *root], ["tower", "--data", self.data, *root])
+        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, two)
+
     def page(self) -> None:
         """Checks the runs, writes the record and the page, and prints the table."""
-        data = PREPARED / self.data / RECORDS
+        data = self.root / self.data / RECORDS
         self.part("update rates", self.measurements(["update-rates"], str(data), MEASURED))
         file = self.folder / FILE
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
@@ -91,11 +97,11 @@ class Quickstart(Experiment):
 
     def examples(self) -> list[dict[str, str]]:
         """The first held-out questions, whose kinds take turns."""
-        images = PREPARED / self.data / "images"
+        images = self.root / self.data / "images"
         return [
             {"task": record["kind"], "id": record["id"], "picture": str(images / record["image"])}
             | {"question": record["conversations"][0]["value"].replace("<image>\n", "")}
-            for record in held_out(PREPARED / self.data)[:EXAMPLES]
+            for record in held_out(self.root / self.data)[:EXAMPLES]
         ]
 
     def talk(self) -> str:

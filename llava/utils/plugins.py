@@ -12,7 +12,7 @@ registered: set[str] = set()
 """The parts that `llava.plugin` has added, such as `norm my_norm`."""
 
 
-def load(paths: str | Path) -> None:
+def load(paths: str | Path, named_by: str = "--plugin ") -> None:
     """Executes Python files, joined by commas, that call `llava.plugin`; each is executed once.
 
     Raises ValueError where one is missing or fails, or another file of its name is loaded.
@@ -26,11 +26,11 @@ def load(paths: str | Path) -> None:
                 sys.modules[module.__name__] = module  # dataclasses, pickle and inspect look there
                 exec(compile(code, str(path), "exec"), vars(module))
         except Exception as error:
-            raise ValueError(f"--plugin {path}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{named_by}{path}: {type(error).__name__}: {error}") from error
         if digests.setdefault(path.name, digest) != digest:
-            raise ValueError(f"--plugin {path}: another file of this name is loaded; rename one of them")
+            raise ValueError(f"{named_by}{path}: another file of this name is loaded; rename one of them")
 
 
 def load_named() -> None:
     """Loads the files of the variable PLUGINS, which reaches the processes that a command starts too."""
-    load(os.environ.get("PLUGINS", ""))
+    load(os.environ.get("PLUGINS", ""), "PLUGINS=")

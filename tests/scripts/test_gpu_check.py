@@ -339,7 +339,7 @@ def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatc
 def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path, name):
     def train(setting, stage, variables, way=""):
         written.append([row["stage"] for row in setting.measured_rows()])
-        return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0"
+        return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0 of 2.0 GiB"
 
     written: list[list[int]] = []
     stubs = {"train": train, "run_logged": lambda *_: "", "write_records": lambda *_: None}

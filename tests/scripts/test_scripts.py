@@ -544,7 +544,7 @@ def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
     process = start("fails")
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert stderr.endswith("rank 1: the real error\n")
+    assert "errors:\nrank 1: the real error\n" in stderr and stderr.rstrip().endswith("rank1.txt")
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
