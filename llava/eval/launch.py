@@ -13,6 +13,9 @@ HARNESSES = ("lmms_eval", "lm_eval")
 def main() -> None:
     """Runs the harness that the first argument names, with the remaining arguments; status 2 if it names none."""
     harness = "".join(sys.argv[1:2])
+    if harness in ("-h", "--help"):
+        print((__doc__ or "").rstrip())
+        return
     if harness not in HARNESSES:
         print(f"error: llava.eval.launch {harness}: expected one of {', '.join(HARNESSES)}", file=sys.stderr)
         sys.exit(2)

@@ -142,6 +142,8 @@ def stage_facts(configuration: dict[str, Any], log: list[dict[str, Any]]) -> dic
     batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * ranks
     shown = {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, "", False)}
     shown = {"data": ", ".join(Path(path).name for path in str(settings["data_path"]).split(","))} | shown
+    if plugins := configuration.get("plugins"):
+        shown["own parts"] = ", ".join(plugins)
     shown |= {"samples per step": batch, "devices": f"{ranks} x {configuration['devices']['kind']}"}
     losses = [line for line in log if "loss" in line]
     shown |= {"steps": losses[-1]["step"], "last logged loss": f"{losses[-1]['loss']:.4g}"} if losses else {}

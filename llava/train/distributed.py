@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +71,7 @@ def check_nodes(inputs: list[str], output_dir: str) -> None:
     Raises:
         ValueError: versions, the tree's commit, inputs or the output folder differ from rank 0's.
     """
-    host = platform.node()
+    host = socket.gethostname()
     if len(set(gather_object([host]))) == 1:
         return
     marker = Path(output_dir, broadcast_object_list([f".nodes-{host}-{os.getpid()}"])[0])
