@@ -77,7 +77,7 @@ class Quickstart(Experiment):
 
     def prepare(self) -> None:
         """The language model | pictures, then the tower."""
-        two, root = [{}] * (1 if resolve_devices(os.environ).on_gpu else 2), ["--root", self.root]
+        two, root = [{}] * (1 if resolve_devices(os.environ).on_gpu else 2), ["--root", str(self.root)]
         model, *pictures = self.inputs(["smollm2", *root], [self.data, *root], ["tower", "--data", self.data, *root])
         self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, two)
 
