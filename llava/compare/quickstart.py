@@ -20,7 +20,7 @@ from llava.compare.record import FILE, Record, add_runs, new_record, read_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run
 from llava.compare.steps import Step, runs_at_once
-from llava.eval.results import UNTOUCHED, Results, read_results
+from llava.eval.results import UNTOUCHED, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.files import write_text
@@ -28,20 +28,17 @@ from llava.utils.machine import available_cores
 from playground.options import PICTURES
 from playground.store import shown_python
 
-PREPARED = Path("playground/data")
 ANSWERS = "answers"  # folder of what each arm answered
 ALL = "all questions"
-SCORES = "held-out accuracy, % (95 % interval)"
 PAGE = "index.html"
 MEASURED = 24  # pictures on which update rates are measured
-EXAMPLES = 3  # pictures on the page
 
 
 @dataclass
 class Quickstart(Experiment):
     """An experiment with the recipe's seed, on inputs that it prepares in the folder `root`."""
 
-    root: Path = PREPARED
+    root: Path = Path("playground/data")
 
     @property
     def runs(self) -> list[Run]:
@@ -62,9 +59,6 @@ class Quickstart(Experiment):
         answers = self.held_out(run, self.root / self.data, self.folder / ANSWERS / run.arm, (UNTOUCHED,))
         return [*(self.stage(run, stage) for stage in STAGES), answers]
 
-    def answers_of(self, run: Run) -> dict[str, Results]:
-        return {UNTOUCHED: read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)}
-
     def work(self) -> None:
         """Every part in its order."""
         self.check_settings()
@@ -77,9 +71,9 @@ class Quickstart(Experiment):
 
     def prepare(self) -> None:
         """The language model | pictures, then the tower."""
-        two, root = [{}] * (1 if resolve_devices(os.environ).on_gpu else 2), ["--root", str(self.root)]
+        root = ["--root", str(self.root)]
         model, *pictures = self.inputs(["smollm2", *root], [self.data, *root], ["tower", "--data", self.data, *root])
-        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, two)
+        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, [{}, {}])
 
     def page(self) -> None:
         """Checks the runs, writes the record and the page, and prints the table."""
@@ -89,19 +83,19 @@ class Quickstart(Experiment):
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
         title, own = f"{' and '.join(self.arms)} on {self.data}", {"examples": self.examples(), "talk": self.talk()}
         record = new_record(title=title, overall=ALL, times=before | self.times, **own)
-        add_runs(record, self.runs, self.answers_of)
+        add_runs(record, self.runs, lambda run: {UNTOUCHED: read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)})
         write_record(record, file)
         write_page(record, self.folder, page=PAGE)
         write_text(self.folder / "table.md", table_of(record) + "\n")
         print("\n" + (self.folder / "table.md").read_text())
 
     def examples(self) -> list[dict[str, str]]:
-        """The first held-out questions, whose kinds take turns."""
+        """The first three held-out questions, whose kinds take turns, for the page."""
         images = self.root / self.data / "images"
         return [
             {"task": record["kind"], "id": record["id"], "picture": str(images / record["image"])}
             | {"question": record["conversations"][0]["value"].replace("<image>\n", "")}
-            for record in held_out(self.root / self.data)[:EXAMPLES]
+            for record in held_out(self.root / self.data)[:3]
         ]
 
     def talk(self) -> str:
@@ -116,7 +110,7 @@ def table_of(record: Record) -> str:
     from llava.compare.tables import Statistics, logged_table, scores_table
 
     stats = Statistics(record)
-    rows = [["", *stats.arms, ""], [SCORES, *[""] * len(stats.arms), "chance"]]
+    rows = [["", *stats.arms, ""], ["held-out accuracy, % (95 % interval)", *[""] * len(stats.arms), "chance"]]
     for row in scores_table(stats):
         rows.append([f"  {row['benchmark']}", *(row[arm] for arm in stats.arms), row["chance"]])
     rows += [[row["logged"], *(f"{row[arm]:.3g}" for arm in stats.arms), ""] for row in logged_table(stats)]
