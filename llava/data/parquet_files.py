@@ -140,7 +140,7 @@ def turn_columns(schema: pa.Schema) -> list[str]:
 
 
 def _turn_fields(schema: pa.Schema, name: str) -> dict[str, pa.DataType]:
-    """The fields of a column's turns that hold texts or lists of parts; empty if it is no list of structs."""
+    """The fields of a column's turns that hold texts or lists of parts; empty if it is not a list of structs."""
     kind = schema.field(name).type
     if not _is_list(kind) or not types.is_struct(kind.value_type):
         return {}

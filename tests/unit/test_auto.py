@@ -71,7 +71,7 @@ def chosen(monkeypatch, usable, words, ranks=2, liger=False):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     given = read_flags(memory.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))
-    assert ("RANK" in os.environ) == bool(given.deepspeed)  # without DeepSpeed one process is no group of ranks
+    assert ("RANK" in os.environ) == bool(given.deepspeed)  # without DeepSpeed one process has no ranks
     cap = memory.MOST_TOKENS if given.deepspeed in ("", memory.ZERO_2) and usable >= 100 else 64  # else the longest
     assert given.max_tokens_per_micro_batch == (str(cap) if words[:1] == ["--max_tokens_per_micro_batch"] else None)
     return given.deepspeed, given.compile_layers == "True"
