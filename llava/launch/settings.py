@@ -65,7 +65,8 @@ STAGES = {
 }
 # What the other scripts read. A name near one of these or of `NAMES` is misspelt, whatever script it is set for.
 OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_ROOT SAMPLES TASKS TOLERANCE WORKERS"
-_FOREIGN = "CACHE_DIR FORM NUM_CPUS PYTHON3 RESET VERSION"  # near ours, and other programs'
+_FOREIGN = """ARGS CACHE_DIR DATE FORM LAST LOCA MASTER_HOST MODULEPATH NODE_PATH NUM_CPUS PROJECT PYTHON3 RESET
+ROLE_RANK SPEED VERSION"""  # near ours, and other programs'
 OF_ONE_STAGE = {
     "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
 }

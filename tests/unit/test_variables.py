@@ -25,6 +25,7 @@ _FOREIGN = """
     system shell builder buildInputs phases pythonLocation Python_ROOT_DIR KUBERNETES_PORT
     KUBERNETES_SERVICE_HOST MASTER_SERVICE_HOST EPOCHSECONDS SOURCE_DATE_EPOCH PROJECT SCRATCH WORK STORE
     TASK_ID ACCELERATE_MIXED_PRECISION ACCELERATE_GRADIENT_ACCUMULATION_STEPS DS_ACCELERATOR PIP_NO_CACHE_DIR
+    ARGS DATE LAST PREFIX
     SIZE STRIP BUILD TARGET ARCH SM_NUM_GPUS AZUREML_RUN_ID NVIDIA_VISIBLE_DEVICES DATA_DIRECTORY LOG_LEVEL
 """
 FOREIGN = frozenset(_FOREIGN.split())
@@ -47,6 +48,12 @@ FOREIGN = frozenset(_FOREIGN.split())
         ("GLOBAL_BACTH", "GLOBAL_BATCH"),
         ("OUTPUT_ROOTS", "OUTPUT_ROOT"),
         ("EVALUATE_FLAG", "EVALUATE_FLAGS"),
+        ("SED", "SEED"),
+        ("SEEED", "SEED"),
+        ("NORN", "NORM"),
+        ("EPOC", "EPOCHS"),
+        ("BF", "BF16"),
+        ("LORA_RANKS", "LORA_R"),
     ],
 )
 def test_a_misspelt_variable_is_refused_with_the_name_that_it_must_mean(wrong, meant):
