@@ -167,12 +167,11 @@ def wheel(tmp_path_factory):
     """The wheel, built from the source distribution, which is made from nothing but `sources`."""
     from paths import ROOT
 
-    sources = ("llava", "playground", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
-    ignore = {"playground": shutil.ignore_patterns("__pycache__", "data")}
+    sources = ("llava", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
     for name in sources:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore.get(name))
+            shutil.copytree(ROOT / name, tree / name, symlinks=True)
         else:
             shutil.copy(ROOT / name, tree)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree]

@@ -4,7 +4,7 @@ import sys
 
 from llava.compare.steps import StepError
 from llava.utils.commands import command_parser
-from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
+from llava.utils.paths import CODE, IS_CHECKOUT, NEEDS_CHECKOUT
 
 PACKAGE = "llava.compare"
 SUMMARIES = {
@@ -14,18 +14,19 @@ SUMMARIES = {
     "answers": "answer held-out questions with one checkpoint, also with the picture taken away",
     "report": "write a record's page, or compare two records of the same runs",
 }
-ANYWHERE = ("answers", "report")
-"""The commands that need no checkout around the package."""
+ANYWHERE = "report"
+"""The command that needs no checkout around the package."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 where it refuses (ValueError, OSError) or a step fails, and 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if not IS_CHECKOUT and argv[:1] and argv[0] in SUMMARIES.keys() - {ANYWHERE}:
+        print(f"error: {argv[0]}: {NEEDS_CHECKOUT}", file=sys.stderr)
+        return 2
+    sys.path.append(str(CODE))  # `playground` is imported from the clone, whatever folder the caller stands in
     # Only the command's own module is imported: some take seconds.
     args = command_parser(PACKAGE, __doc__, SUMMARIES, argv[0] if argv else None).parse_args(argv)
-    if args.command not in ANYWHERE and not IS_CHECKOUT:
-        print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
-        return 2
     try:
         args.run(args)
     except (ValueError, OSError, StepError) as error:

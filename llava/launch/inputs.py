@@ -10,6 +10,7 @@ from pathlib import Path
 from llava.launch.command import Launch, deepspeed_configs, node_rank
 from llava.launch.devices import Devices
 from llava.launch.settings import Flags
+from llava.utils.paths import IS_CHECKOUT
 
 FOUND, HUB, MISSING, WRONG = "found", "hub", "MISSING", "WRONG"
 NOT_SET = "not set"
@@ -42,6 +43,8 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
     def check(what: str, path: str, advice: str, fault: Callable[[Path], str], made_by: str = "") -> Iterator[Input]:
         if path and Path(path).absolute().is_relative_to(Path(PREPARED).absolute()):
             advice = prepared or (f"{made_by}, or {advice}" if made_by else advice)
+            if not IS_CHECKOUT and "-m playground" in prepared:
+                advice = f"in a clone of the repository {prepared}, and give the folder that it makes"
         if path:
             yield _state(what, path, advice, environment.get("CALLED_FROM", ""), fault)
 

@@ -45,8 +45,8 @@ def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel)
     scripts = {f"scripts/{name}.sh" for name in ("pretrain", "finetune", "lib", "setup")}
     assert inside == presets | configs | scripts
     templates = {f"llava/compare/templates/{path.name}" for path in (ROOT / "llava/compare/templates").iterdir()}
-    assert templates <= names and "playground/tasks/scenes.yaml" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"llava", "playground"}
+    assert templates <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"llava"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -86,7 +86,7 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     shown = installed("llava-recipe", "pretrain", DRY_RUN=1, NUM_GPUS=1)
     assert f"relative paths start at {installed.cwd}" in shown.stdout
     demo = installed("llava-recipe", "pretrain", DRY_RUN=1, PRESET="demo", COLUMNS=300)
-    assert f"run: {sys.executable} -m playground all --data scenes" in demo.stdout
+    assert f"in a clone of the repository run: {sys.executable} -m playground all --data scenes" in demo.stdout
 
 
 def test_a_recipe_from_python_is_that_of_the_command(installed):
@@ -103,6 +103,7 @@ def test_a_recipe_from_python_is_that_of_the_command(installed):
     ("words", "line"),
     [
         (["llava-compare", "run"], f"error: run: {NEEDS_CHECKOUT}\n"),
+        (["llava-compare", "answers", "--help"], f"error: answers: {NEEDS_CHECKOUT}\n"),
         (["llava-compare", "quickstart", "--output-dir", "out"], f"error: quickstart: {NEEDS_CHECKOUT}\n"),
         (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
