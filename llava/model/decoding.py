@@ -1,7 +1,7 @@
 """How answers are decoded: what a checkpoint's generation_config.json says, and the options that evaluation passes.
 
-A loaded model has the file's token ids alone, so that what is trained, exported and scored does not depend on its other
-settings. Only chat follows them.
+A loaded model has the file's token ids alone: what is trained, exported, scored and said does not depend on its other
+settings, which are named where they are not used.
 """
 
 import json
@@ -19,12 +19,6 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options of `generate` that greedy decoding does not read."""
-FOLLOWED = (
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty"),
-    *("min_length", "min_new_tokens", "forced_bos_token_id", "renormalize_logits", "remove_invalid_values"),
-)
-"""Options that chat also takes from the file; the others say how long, how many or in what form answers come."""
 GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True}
 _METADATA = ("_from_model_config", "_commit_hash", "transformers_version")
 
@@ -83,16 +77,3 @@ def evaluation_options(
 def evaluation_record(settings: Mapping[str, Any], decoding: Any) -> dict[str, Any]:
     """What a record of an evaluation says about decoding, and about `other_settings`, which have no part in it."""
     return {"decoding": decoding, "unused_generation_config": dict(settings)}
-
-
-def chat_temperature(settings: Mapping[str, Any], default: float) -> float:
-    """The temperature that `other_settings` ask for, 0 for greedy decoding; `default` where they leave it open."""
-    if settings.get("do_sample") is False:
-        return 0
-    return settings.get("temperature", 1.0 if settings.get("do_sample") else default)
-
-
-def chat_options(settings: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `generate` for chat: as `other_settings` say where `options`, with `do_sample`, say nothing."""
-    names = FOLLOWED + SAMPLING if options["do_sample"] else FOLLOWED
-    return {name: settings[name] for name in names if name in settings} | options

@@ -18,7 +18,6 @@ from llava.analysis.attention import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.model.decoding import chat_options
 from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
 from llava.serve.uploads import uploaded_file
@@ -102,7 +101,7 @@ def ask_all(
 
     Args:
         talks: the conversations so far, which the first question starts.
-        options: of `generate`; where they say nothing, each checkpoint's generation_config.json decides.
+        options: of `generate`.
 
     Raises:
         ValueError: see `Assistant.answer`.
@@ -111,8 +110,7 @@ def ask_all(
     yield list(talks)
     for number, arm in enumerate(arms):
         asked = talks[number].turns
-        settings = arm.assistant.model.file_decoding
-        for text in growing_answer(arm.assistant, asked, picture, **chat_options(settings, options)):
+        for text in growing_answer(arm.assistant, asked, picture, **options):
             talks[number] = replace(talks[number], turns=[*asked, {"from": "gpt", "value": text + " ..."}])
             yield list(talks)
         talks[number] = replace(talks[number], turns=[*asked, {"from": "gpt", "value": text}])

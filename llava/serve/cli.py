@@ -30,11 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_arguments(top)
     add_loading_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
-    top.add_argument(
-        "--temperature",
-        type=float,
-        help="0 takes the likeliest token (default: the checkpoint's generation_config.json, else 0.2)",
-    )
+    top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
     top.add_argument("--max-new-tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top

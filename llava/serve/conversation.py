@@ -8,9 +8,8 @@ from transformers import TextStreamer
 
 from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.model.decoding import FOLLOWED, SAMPLING, chat_options, chat_temperature, sampling_options, unused
+from llava.model.decoding import sampling_options, unused
 
-TEMPERATURE = 0.2  # where neither --temperature nor the checkpoint's generation_config.json says one
 COMMANDS = "/image PATH another picture, /reset clear the conversation, /quit end, /help this line"
 
 
@@ -34,12 +33,8 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
             f"--model-path {args.model_path} has the template 'plain' (stage 1), which has no turns: get its caption "
             "with python -m llava.eval.run_llava, or name another template by --conv-mode"
         )
-    if settings := assistant.model.file_decoding:
-        used = [name for name in settings if name in ("do_sample", *FOLLOWED, *SAMPLING)]
-        names = ", ".join(used) or "nothing"
-        say(f"{assistant.name}/generation_config.json: used unless a flag says otherwise: {names}")
-        if note := unused(assistant.name, {name: value for name, value in settings.items() if name not in used}):
-            say(note)
+    if note := unused(assistant.name, assistant.model.file_decoding):
+        say(note)
     return assistant
 
 
@@ -84,8 +79,7 @@ def answer(
     assistant: Assistant, picture: Image.Image, turns: list[dict[str, str]], question: str, args: argparse.Namespace
 ) -> list[dict[str, str]]:
     """Prints the answer; returns the turns with question and answer, or unchanged if no answer could be given."""
-    asked, settings = with_question(turns, question), assistant.model.file_decoding
-    temperature = chat_temperature(settings, TEMPERATURE) if args.temperature is None else args.temperature
+    asked = with_question(turns, question)
     streamer = AnswerStreamer(assistant)
     try:
         assistant.prompt_ids(asked, [picture])
@@ -99,7 +93,7 @@ def answer(
             [picture],
             max_new_tokens=args.max_new_tokens,
             streamer=streamer,
-            **chat_options(settings, sampling_options(temperature)),
+            **sampling_options(args.temperature),
         )
     except KeyboardInterrupt:
         print(flush=True)

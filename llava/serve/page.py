@@ -15,7 +15,7 @@ from typing import Any
 
 from llava.analysis.samples import PLAYGROUND
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.model.decoding import chat_temperature, sampling_options
+from llava.model.decoding import sampling_options
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question, without_open_question
 from llava.serve.conversation import load_chat_assistant
 from llava.serve.uploads import may_be_served, refuse_other_files
@@ -280,8 +280,7 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     reset = gradio.Button("Reset", min_width=80)
                 message = gradio.HTML()
                 with gradio.Accordion("Settings", open=False):
-                    start = chat_temperature(arms[0].assistant.model.file_decoding, 0)
-                    temperature = gradio.Slider(0, 2, start, step=0.1, label="Temperature (0: the likeliest token)")
+                    temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0: the likeliest token)")
                     longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Maximum tokens of an answer")
         outputs, chats = [state, message], []
         with gradio.Row():

@@ -16,7 +16,7 @@ from llava.eval.evaluate import settings_of
 from llava.export.hf import export
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import load_pretrained_model
-from llava.model.decoding import chat_options, chat_temperature, evaluation_options, token_ids_alone
+from llava.model.decoding import evaluation_options, token_ids_alone
 from llava.model.merge_lora import merge_lora
 from llava.train.train import train
 
@@ -131,7 +131,7 @@ def test_lora_on_such_a_base_is_merged_without_its_settings(tiny, tmp_path):
     base = with_file(tiny / "llama", tmp_path / "base", FILES["Vicuna's"] | {"repetition_penalty": 1.5})
     train(flags(tiny, tmp_path / "lora", 2, model=base, max_steps=1, **LORA))
     model = load_pretrained_model(str(tmp_path / "lora"), None, "llava", device="cpu")[1]
-    assert not model.file_decoding  # chat would follow the base's
+    assert not model.file_decoding
     merge_lora(str(tmp_path / "lora"), None, str(tmp_path / "merged"))
     assert written(tmp_path / "merged") == IDS
 
@@ -147,13 +147,3 @@ def test_ids_that_the_file_lacks_come_from_the_config_and_negative_ones_are_none
     config = GenerationConfig(bos_token_id=1, eos_token_id=2)
     ids = token_ids_alone({"eos_token_id": [2, 3], "pad_token_id": -1, "repetition_penalty": 2.0}, config)
     assert ids == GenerationConfig(bos_token_id=1, eos_token_id=[2, 3])
-
-
-def test_chat_follows_the_file_where_no_flag_says_otherwise():
-    vicuna = {"temperature": 0.9, "top_p": 0.6, "max_length": 4096}
-    assert chat_temperature(vicuna, 0.2) == 0.9 and chat_temperature(vicuna | {"do_sample": False}, 0.2) == 0
-    assert chat_temperature({}, 0.2) == 0.2 and chat_temperature({"do_sample": True}, 0.2) == 1
-    penalty = vicuna | {"repetition_penalty": 1.5}
-    assert chat_options(penalty, {"do_sample": False}) == {"do_sample": False, "repetition_penalty": 1.5}
-    sampled = {"do_sample": True, "temperature": 0.1}
-    assert chat_options(penalty, sampled) == sampled | {"repetition_penalty": 1.5, "top_p": 0.6}

@@ -196,16 +196,6 @@ def test_both_arms_answer_one_after_the_other_and_remember(pair):
         assert [talk.turns[3]["value"]] == arm.assistant.answer([history], [RED], **GREEDY)
 
 
-def test_an_arm_answers_as_its_own_file_says_where_the_page_says_nothing(pair, monkeypatch):
-    first, second = (arm.assistant for arm in pair)
-    without_yes = {"suppress_tokens": first.tokenizer("Y", add_special_tokens=False)["input_ids"]}
-    monkeypatch.setattr(first.model, "file_decoding", without_yes | {"temperature": 0.7})
-    end = list(ask_all(pair, [Talk(), Talk()], RED, "Say it!", **GREEDY))[-1]
-    expected = first.answer([asked("Say it!")], [RED], **GREEDY, **without_yes)
-    assert [end[0].turns[1]["value"]] == expected != first.answer([asked("Say it!")], [RED], **GREEDY)
-    assert [end[1].turns[1]["value"]] == second.answer([asked("Say it!")], [RED], **GREEDY)
-
-
 def test_an_answer_without_words_is_shown_as_such():
     assert Talk(turns("<image>\nWhy?", "")).messages()[1]["content"] == "(no words)"
 
