@@ -70,7 +70,7 @@ def build(recipe: Recipe, flags: dict[str, str]) -> Any:
     parts = STAGES[recipe.stage]
     if recipe.lora:
         parts = {ADAPTER, LANGUAGE_MODEL}
-        add_lora(model, int(flags["lora_r"]), int(flags["lora_alpha"]), 0.05, "none", torch.bfloat16)
+        add_lora(model, int(flags["lora_r"]), int(flags["lora_alpha"]), 0.05, torch.bfloat16)
     set_trainable(model, frozenset(parts))
     model.config._attn_implementation = "flash_attention_2"
     return model

@@ -7,9 +7,8 @@ It needs the model that it was trained on; `llava.model.merge_lora` makes it sel
 
 import json
 import os
-import re
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +24,6 @@ NON_LORA_FILE = "non_lora_trainables.bin"
 _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
 # Tower layers have the names of decoder layers (q_proj, ...), and PEFT must adapt none, here or where others load.
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
-
-
-def _peft() -> ModuleType:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("LoRA needs the package peft, which is not installed: pip install peft") from error
-    return peft
 
 
 def lora_config_file(folder_or_id: str) -> str | None:
@@ -58,26 +49,28 @@ def recorded_base(folder_or_id: str) -> str:
 
 def adapter_dtype(folder_or_id: str) -> torch.dtype:
     """The type of a LoRA folder's adapters."""
-    tensors = _peft().load_peft_weights(folder_or_id, device="cpu")
+    from peft import load_peft_weights  # takes seconds, as wherever peft is imported below
+
+    tensors = load_peft_weights(folder_or_id, device="cpu")
     return next(tensor.dtype for name, tensor in tensors.items() if is_adapter(name))
 
 
-def add_lora(model: LlavaMetaForCausalLM, r: int, alpha: int, dropout: float, bias: str, dtype: torch.dtype) -> None:
-    """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
+def add_lora(model: LlavaMetaForCausalLM, r: int, alpha: int, dropout: float, dtype: torch.dtype) -> None:
+    """Puts new adapters next to every linear layer of the decoder, in place; only they stay trainable.
 
     As in LLaVA, LM head, projector and vision tower get no adapters.
 
     Args:
         r, alpha, dropout: rank; the adapters' factor times `r`; dropout before the adapters.
-        bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
         dtype: type of the trained parameters.
     """
+    from peft import LoraConfig
+
     linear = [name for name, part in model.get_model().layers.named_modules() if isinstance(part, nn.Linear)]
-    config = _peft().LoraConfig(
+    config = LoraConfig(
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        bias=bias,
         target_modules=sorted({name.rsplit(".", 1)[-1] for name in linear}),  # written as LLaVA writes it
         exclude_modules=_VISUAL_MODULES,
         task_type="CAUSAL_LM",
@@ -106,14 +99,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full CPU tensors of adapters and trained biases, by parameter name. Every rank must call."""
-    trained = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (is_adapter(name) or not re.fullmatch(_VISUAL_MODULES, name))
-    }
-    with gathered(list(trained.values())):
-        return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
+    """Full CPU tensors of the adapters, by parameter name. Every rank must call."""
+    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    with gathered(list(adapters.values())):
+        return {name: parameter.detach().cpu().clone() for name, parameter in adapters.items()}
 
 
 def save_non_lora(model: LlavaMetaForCausalLM, output_dir: str | Path, is_main_process: bool) -> None:
@@ -157,7 +146,8 @@ def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: st
 
 def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
     """Copies a LoRA folder's adapters into those of `model`; raises ValueError if their names differ."""
-    peft = _peft()
+    import peft
+
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
     stored = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
     expected = {name for name in model.get_adapter_state_dict() if is_adapter(name)}
@@ -173,12 +163,13 @@ def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
 
 def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> LlavaMetaForCausalLM:
     """`model` with a LoRA folder's adapters, merged into the weights or, where those are quantised, beside them."""
-    peft = _peft()
-    config = peft.PeftConfig.from_pretrained(folder_or_id)
+    import peft
+
+    config: Any = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True
     if isinstance(config.target_modules, str) or config.use_dora:
         raise ValueError(f"{folder_or_id}: adapters of the vision tower, or DoRA's; only commit 382b45f can load them")
     config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files lack this
-    adapted = peft.get_peft_model(model, config)
+    adapted: Any = peft.get_peft_model(model, config)
     load_adapters(model, folder_or_id)
     return adapted.merge_and_unload(safe_merge=True) if merge else adapted.get_base_model()

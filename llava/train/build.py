@@ -85,9 +85,7 @@ def build_model(
     if training_args.deepspeed:
         rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
     if lora:
-        add_lora(
-            model, training_args.lora_r, training_args.lora_alpha, training_args.lora_dropout, "none", trained_dtype
-        )
+        add_lora(model, training_args.lora_r, training_args.lora_alpha, training_args.lora_dropout, trained_dtype)
     set_trainable(model, parts)
     set_up_kernels(model, training_args)
     model.padding_free = training_args.padding_free

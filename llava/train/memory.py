@@ -451,7 +451,7 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
     model.get_model().mm_projector.to(trained)
     model.tie_weights()
     if args.lora_enable:
-        add_lora(model, args.lora_r, args.lora_alpha, args.lora_dropout, "none", trained)
+        add_lora(model, args.lora_r, args.lora_alpha, args.lora_dropout, trained)
     set_trainable(model, parts)
     attention = model_args.attn_implementation
     if args.padding_free:

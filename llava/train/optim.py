@@ -70,7 +70,7 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter.
 
     A fixed norm and the tower's layers that never get a gradient stay frozen. In a language model with LoRA everything
-    stays as `add_lora` left it: only adapters and the chosen biases are trained.
+    stays as `add_lora` left it: only adapters are trained.
 
     Raises:
         ValueError: no parameter is left to train.

@@ -31,7 +31,7 @@ def built(tiny: Path, case: str) -> torch.nn.Module:
     """The model, partitioned, with an attention that runs on a CPU."""
     model = make(tiny).train()
     if case == "lora":
-        add_lora(model, r=4, alpha=8, dropout=0.1, bias="none", dtype=torch.float32)
+        add_lora(model, r=4, alpha=8, dropout=0.1, dtype=torch.float32)
     set_trainable(model, CASES[case])
     model.config._attn_implementation = SEGMENTS
     deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG)

@@ -86,7 +86,7 @@ def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
     }
     model = make(tiny, tower=tower).train()
     if case == "lora":
-        add_lora(model, r=4, alpha=8, dropout=0.0, bias="none", dtype=torch.float32)
+        add_lora(model, r=4, alpha=8, dropout=0.0, dtype=torch.float32)
     set_trainable(model, frozenset(parts[case]))
     model.padding_free = True
     model.config._attn_implementation = "eager"
@@ -164,7 +164,7 @@ def test_an_mlp_without_gate_keeps_less(tmp_path, name, parts, autocast):
 
 def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path):
     model, tokens = make(tiny).train(), 64
-    add_lora(model, r=4, alpha=8, dropout=0.1, bias="none", dtype=torch.float32)
+    add_lora(model, r=4, alpha=8, dropout=0.1, dtype=torch.float32)
     set_trainable(model, STAGE_2)
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path), tokens)
@@ -332,7 +332,7 @@ def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
     for model in (stage_1, stage_2):
         assert [*gathered_units(model)] == [*model.get_model().layers, *model.get_vision_tower().layers]
     lora = make(tiny).train()
-    add_lora(lora, r=4, alpha=8, dropout=0.0, bias="none", dtype=torch.float32)
+    add_lora(lora, r=4, alpha=8, dropout=0.0, dtype=torch.float32)
     set_trainable(lora, {ADAPTER, LANGUAGE_MODEL})
     assert [*gathered_units(lora)] == [*lora.get_model().layers[1:], *lora.get_vision_tower().layers]
 
