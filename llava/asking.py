@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
-from torch.nn import functional as F
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import ImagePlace
-from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
@@ -64,9 +62,8 @@ class Assistant(NamedTuple):
         Raises:
             ValueError: malformed turns, or more tokens than the model's context.
         """
-        ids = self._ids(turns)
-        self._length(ids, [self.upright(picture).size for picture in pictures])
-        return ids
+        self.prompt_length(turns, [self.upright(picture).size for picture in pictures])
+        return self._ids(turns)
 
     @property
     def image_orientation(self) -> str:
@@ -79,9 +76,7 @@ class Assistant(NamedTuple):
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
         """Length of the prompt of `prompt_ids`, with visual tokens of pictures of these sizes."""
-        return self._length(self._ids(turns), sizes)
-
-    def _length(self, ids: torch.Tensor, sizes: Sequence[Size]) -> int:
+        ids = self._ids(turns)
         num_images, visual_tokens = int((ids == IMAGE_TOKEN_INDEX).sum()), 1
         if self.model.get_vision_tower() is not None:
             rules, alone = self.model.crop_rules(), len(sizes) == num_images == 1
@@ -145,7 +140,7 @@ class Assistant(NamedTuple):
     ) -> list[float]:
         """The log-probability, in nats, of each conversation's last turn, an answer, with the marker that closes it.
 
-        It is summed over the answer's tokens, each given the picture, the turns before and the tokens before it.
+        It is minus the model's own loss, summed over the answer's tokens, of one conversation after the other.
 
         Args:
             conversations: as `prompt_ids` takes them, followed by the answer as a `gpt` turn; no other answers.
@@ -154,34 +149,29 @@ class Assistant(NamedTuple):
         Raises:
             ValueError: see `answer`; more or fewer answers than one.
         """
-        tags = getattr(self.model.config, "mm_use_im_start_end", False)
-        tokens = []
+        tags, device = getattr(self.model.config, "mm_use_im_start_end", False), self.model.device
+        samples = []
         for turns in conversations:
             if [turn["from"] for turn in turns].count("gpt") != 1 or turns[-1]["from"] != "gpt":
                 raise ValueError(f"{self.name}: expected one answer, at the end, found {turns}")
             shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
-            tokens.append(preprocess(turns, self.tokenizer, self.template, mm_use_im_start_end=tags, has_image=shows))
-        counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in tokens]
-        pictures, _, images = self._pixels(pictures, counts)
-        batch = DataCollatorForSupervisedDataset(pad_token_id=0)(
-            [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in tokens]
-        )
-        device = self.model.device
-        mask, labels = batch["attention_mask"].to(device), batch["labels"].to(device)
-        sizes = [picture.size for picture in pictures] or None
-        layout, crops = self.model.lay_out(batch["input_ids"].to(device), mask, labels, images or None, sizes, "right")
-        states = self.model.get_model()(
-            inputs_embeds=self.model.splice(layout, crops),
-            attention_mask=layout.attention_mask,
-            position_ids=layout.position_ids,
-            use_cache=False,
-        ).last_hidden_state  # [B, S, D]
-        logits = self.model.lm_head(states.flatten(0, 1)[layout.predicting]).float()  # [R, C]
-        losses = F.cross_entropy(logits, layout.targets, reduction="none").double()  # [R]
-        if not losses.isfinite().all():
-            raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
-        sums = losses.new_zeros(len(tokens)).index_add_(0, layout.predicting // states.shape[1], losses)  # [B]
-        return (-sums).tolist()
+            samples.append(preprocess(turns, self.tokenizer, self.template, mm_use_im_start_end=tags, has_image=shows))
+        counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in samples]
+        _, shown, images = self._pixels(pictures, counts)
+        values = []
+        for sample, own in zip(samples, shown, strict=True):
+            loss = self.model(
+                sample.input_ids[None].to(device),
+                labels=sample.labels[None].to(device),
+                images=[images.pop(0) for _ in own] or None,
+                image_sizes=[picture.size for picture in own] or None,
+                num_items_in_batch=1,
+                loss_only=True,
+            ).loss
+            if not loss.isfinite():
+                raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
+            values.append(-loss.item())
+        return values
 
     def _pixels(
         self, pictures: Sequence[Image.Image], counts: list[int]
@@ -300,7 +290,7 @@ def load_picture(source: str, called: str = "--image-file") -> Image.Image:
         with urllib.request.urlopen(request, timeout=30) as response:
             content = io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise _unreadable(called, error) from error
+        raise ValueError(f"{called}: cannot be downloaded ({error})") from error
     return read_picture(content, called)
 
 
@@ -318,8 +308,4 @@ def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(f"{called}: not a picture in a format that Pillow reads") from None
     except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise _unreadable(called, error) from error
-
-
-def _unreadable(called: str, error: Exception) -> ValueError:
-    return ValueError(f"{called}: cannot be read ({str(error) or type(error).__name__:.300})")
+        raise ValueError(f"{called}: cannot be read ({str(error) or type(error).__name__:.300})") from error

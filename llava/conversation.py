@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from llava.constants import DEFAULT_IMAGE_TOKEN
-
 
 class SeparatorStyle(Enum):
     """How a template marks turns."""
@@ -109,10 +107,9 @@ class Conversation:
             keep_empty: write "" as a complete turn without words; otherwise "" is an open turn like None, as in LLaVA.
         """
         parts = [Part(self._preamble(), "system", "header")]
-        messages = self._plain_messages()
-        speakers = [self._speaker(index, role) for index, (role, _) in enumerate(messages)]
-        for index, (role, text) in enumerate(messages):
-            speaker, last = speakers[index], index == len(messages) - 1
+        speakers = [self._speaker(index, role) for index, (role, _) in enumerate(self.messages)]
+        for index, (role, text) in enumerate(self.messages):
+            speaker, last = speakers[index], index == len(self.messages) - 1
             frame = self._frame(role, speaker, first=speaker not in speakers[:index], last=last)
             if text or (keep_empty and text is not None):
                 text = text.strip() if self.sep_style is SeparatorStyle.LLAMA_3 else text
@@ -171,18 +168,6 @@ class Conversation:
             return Frame(self.sep + "[INST] ", "", " [/INST]")
         system = f"<<SYS>>\n{self.system}\n<</SYS>>\n\n" if self.system else ""
         return Frame("[INST] " + system, "", " [/INST]")
-
-    def _plain_messages(self) -> list[tuple[str, str | None]]:
-        """Messages as text, also where they hold a picture as `(text, picture, ...)`, as LLaVA's demo makes them."""
-        messages = [(role, text[0] if isinstance(text, tuple) else text) for role, text in self.messages]
-        if not self.messages or not isinstance(self.messages[0][1], tuple):
-            return messages
-        role, text = messages[0]
-        text = text.replace(DEFAULT_IMAGE_TOKEN, "").strip()
-        if "mmtag" not in self.version:
-            return [(role, f"{DEFAULT_IMAGE_TOKEN}\n{text}"), *messages[1:]]
-        shown = (self.roles[0], f"<Image>{DEFAULT_IMAGE_TOKEN}</Image>")
-        return [shown, (self.roles[1], "Received."), (role, text), *messages[1:]]
 
 
 _IM_SYSTEM = "<|im_start|>system\n"

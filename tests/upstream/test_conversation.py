@@ -17,7 +17,6 @@ SCENARIOS = {
     "two_rounds_open": ["<image>\nWhat is this?", "A cat.", "Where?", None],
     "no_image": ["Hello", "Hi.", "Bye", "Bye!"],
     "empty_answer": ["Hello", "", "More", None],
-    "tuple_image": [("What is this? <image>", object(), "Default"), None],
 }
 # docs/upstream.md says why.
 DEVIATIONS = {("llava_llama_3", "one_round"), ("llava_llama_3", "no_image")} | {
