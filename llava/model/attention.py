@@ -63,22 +63,17 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
 
 
 def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
+    without_kernel = "sdpa" if compiled else SEGMENTS  # which would be compiled again for every batch's lengths
     if device.type != "cuda":
-        return "sdpa" if compiled else SEGMENTS
+        return without_kernel
     half = dtype in (torch.float16, torch.bfloat16)
     if half and (flash := installed_flash()):
         return flash
     if half and torch.cuda.get_device_capability() >= (8, 0):
         return VARLEN
-    reason = f"needs an NVIDIA GPU from Ampere on{'' if half else ' and --bf16 True'}"
-    if compiled:
-        raise ValueError(
-            f"--compile_layers True: attention over packed samples {reason}; leave the flag out, or pass "
-            "--attn_implementation sdpa, whose mask covers all pairs of a batch's tokens"
-        )
-    note = "attention over packed samples in one kernel %s; one per sample is slower the shorter the samples are"
-    logger.warning(note, reason)
-    return SEGMENTS
+    needs = f"an NVIDIA GPU from Ampere on{'' if half else ' and --bf16 True'}"
+    logger.warning("attention over packed samples in one kernel needs %s; %s is slower", needs, without_kernel)
+    return without_kernel
 
 
 def installed_flash() -> str | None:

@@ -143,7 +143,7 @@ def load_pretrained_model(
     options = dict(kwargs)
     place = "cpu" if on_cpu else device if device_map in (None, "auto") else None
     options["device_map"] = {"": place} if place else device_map
-    options["dtype"] = _dtype(torch_dtype or (torch.float32 if on_cpu else "auto"))
+    options["dtype"] = torch_dtype or (torch.float32 if on_cpu else "auto")
     if use_flash_attn or attn_implementation:
         options["attn_implementation"] = attn_implementation or "flash_attention_2"
     if load_8bit or load_4bit:
@@ -212,31 +212,18 @@ def _load_on_base(
     return apply_lora(model, model_path, merge="quantization_config" not in options) if is_lora else model
 
 
-def _dtype(requested: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(requested, torch.dtype) or requested == "auto":
-        return requested
-    dtype = getattr(torch, requested, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch_dtype: expected float16, bfloat16, float32 or auto, found {requested!r}")
-    return dtype
-
-
-def quantization_config(
-    bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
-) -> "BitsAndBytesConfig":
+def quantization_config(bits: int, compute_dtype: torch.dtype = torch.bfloat16) -> "BitsAndBytesConfig":
     """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits, without head, projector and tower."""
     from transformers import BitsAndBytesConfig
     from transformers.utils import is_bitsandbytes_available
 
     if not is_bitsandbytes_available():
-        raise ImportError(
-            "--bits 4 / 8 and load_4bit / load_8bit need the package bitsandbytes: pip install bitsandbytes"
-        )
+        raise ImportError("--bits and load_4bit / load_8bit need the package bitsandbytes: pip install bitsandbytes")
     return BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
         llm_int8_skip_modules=["mm_projector", "vision_tower", "lm_head"],
         bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_type="nf4",
     )
