@@ -3,9 +3,9 @@
 The vision tower takes squares. With `image_aspect_ratio` `anyres` it is shown a picture several times: whole, squeezed
 to its square, and in parts. For the parts the picture is scaled into the best of the grids of `image_grid_pinpoints`,
 centred on black, and cut into squares. `mm_patch_merge_type` says how their visual tokens enter the LLM: `flat`, crop
-after crop; `spatial`, the whole picture and then the rows of the grid; `spatial_unpad`, the same without the rows or
-columns that only show black, and with the learnt token `image_newline` at each row's end. `anyres_max_N` shrinks grids
-of more than about N crops' tokens. A picture with a single crop is followed by one `image_newline`.
+after crop; `spatial_unpad`, the whole picture and then the rows of the grid, without rows or columns that only show
+black, each with the learnt token `image_newline` at its end. `anyres_max_N` shrinks grids of more than about N crops'
+tokens. A picture with a single crop is followed by one `image_newline`.
 
 Shapes: V visual tokens per crop.
 """
@@ -16,9 +16,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-MERGE_TYPES = ("flat", "spatial", "spatial_unpad")
+MERGE_TYPES = ("flat", "spatial_unpad")
 _SHRINK_FROM = 1.1  # LLaVA-NeXT shrinks a grid only if its sides are too long by more than this factor
 
 Size = tuple[int, int]
@@ -71,9 +71,7 @@ class CropRules:
 
     def __post_init__(self) -> None:
         check_modes(self.aspect_ratio, self.merge_type)
-        if self.is_anyres and not self.grids:
-            raise ValueError(f"--image_aspect_ratio {self.aspect_ratio} needs --image_grid_pinpoints; found none")
-        if self.is_anyres and self.merge_type != "flat" and self.tokens_per_crop != self.tokens_per_side**2:
+        if self.is_anyres and self.has_newline and self.tokens_per_crop != self.tokens_per_side**2:
             raise ValueError(
                 f"--mm_patch_merge_type {self.merge_type} arranges patches in rows, which have no place for a "
                 "class token; pass --mm_vision_select_feature patch"
@@ -82,16 +80,11 @@ class CropRules:
     @classmethod
     def of(cls, config: object, tokens_per_crop: int, tokens_per_side: int, crop_side: int) -> "CropRules":
         """The rules of a model with this config; the other arguments are the class's."""
-        aspect_ratio = getattr(config, "image_aspect_ratio", None)
-        grids = getattr(config, "image_grid_pinpoints", None) if is_anyres(aspect_ratio) else None
-        return cls(
-            tokens_per_crop,
-            tokens_per_side,
-            crop_side,
-            aspect_ratio,
-            getattr(config, "mm_patch_merge_type", None) or "flat",
-            () if grids is None else parse_pinpoints(grids, crop_side),
-        )
+        aspect_ratio, grids = getattr(config, "image_aspect_ratio", None), ()
+        if is_anyres(aspect_ratio):
+            grids = parse_pinpoints(getattr(config, "image_grid_pinpoints", None), crop_side)
+        merge_type = getattr(config, "mm_patch_merge_type", None) or "flat"
+        return cls(tokens_per_crop, tokens_per_side, crop_side, aspect_ratio, merge_type, grids)
 
     @property
     def is_anyres(self) -> bool:
@@ -111,16 +104,16 @@ class CropRules:
 
     def visual_tokens(self, picture: Picture) -> int:
         """How many rows of the LLM's input the picture takes; ValueError if its size gives another number of crops."""
-        if self.merge_type == "flat":
+        if not self.has_newline:
             return picture.crops * self.tokens_per_crop
         if picture.crops == 1:
-            return self.tokens_per_crop + self.has_newline
+            return self.tokens_per_crop + 1
         patches = self.patches(picture)
         width, height = patches.shrunk or (patches.width, patches.height)
-        return self.tokens_per_crop + height * (width + self.has_newline)
+        return self.tokens_per_crop + height * (width + 1)
 
     def patches(self, picture: Picture) -> Patches:
-        """How the crops after the first are arranged, with `spatial` or `spatial_unpad`; see `visual_tokens`."""
+        """How the crops after the first are arranged with `spatial_unpad`; see `visual_tokens`."""
         if not self.is_anyres:
             raise ValueError(
                 f"a picture of {picture.crops} crops was given, but image_aspect_ratio is {self.aspect_ratio!r}; "
@@ -144,7 +137,7 @@ def is_anyres(aspect_ratio: str | None) -> bool:
 
 def has_newline(merge_type: str | None) -> bool:
     """Whether a model with this `mm_patch_merge_type` has the token `image_newline`."""
-    return "unpad" in (merge_type or "")
+    return merge_type == "spatial_unpad"
 
 
 def max_crops(aspect_ratio: str | None) -> int | None:
@@ -161,29 +154,22 @@ def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
             "for N, as in 'anyres_max_9'"
         )
     if merge_type not in MERGE_TYPES:
-        shrunk = merge_type.removeprefix("spatial_unpad_") if max_crops(aspect_ratio) else None
-        if shrunk is None or shrunk != aspect_ratio:
-            raise ValueError(
-                f"mm_patch_merge_type {merge_type!r}: expected {', '.join(MERGE_TYPES)}; image_aspect_ratio holds the "
-                f"number of crops to shrink to, and is {aspect_ratio!r}"
-            )
+        raise ValueError(
+            f"mm_patch_merge_type {merge_type!r}: expected {' or '.join(MERGE_TYPES)} (image_aspect_ratio anyres_max_N "
+            "holds the number of crops to shrink to)"
+        )
 
 
 def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
     """Raises ValueError where `--image_grid_pinpoints` is missing, or has no effect."""
-    if is_anyres(aspect_ratio) and not pinpoints:
+    if is_anyres(aspect_ratio) != bool(pinpoints):
         raise ValueError(
-            f"--image_aspect_ratio {aspect_ratio} needs --image_grid_pinpoints, the grids to choose from, such as "
-            "(1x1),...,(3x3)"
-        )
-    if pinpoints and not is_anyres(aspect_ratio):
-        raise ValueError(
-            f"--image_grid_pinpoints {pinpoints} has no effect with --image_aspect_ratio {aspect_ratio}; pass anyres, "
-            "or omit it"
+            f"--image_aspect_ratio {aspect_ratio} with --image_grid_pinpoints {pinpoints}: anyres needs the grids to "
+            "choose from, such as (1x1),...,(3x3); other modes take none"
         )
 
 
-def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
+def parse_pinpoints(value: Pinpoints | None, crop_side: int) -> tuple[Size, ...]:
     """The grids of `image_grid_pinpoints`, width and height in pixels.
 
     Args:
@@ -199,7 +185,7 @@ def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
         if isinstance(value, str) and "x" in value:
             grids = [(columns * crop_side, rows * crop_side) for columns, rows in _crop_pairs(value)]
         else:
-            pairs = ast.literal_eval(value) if isinstance(value, str) else value
+            pairs: Any = ast.literal_eval(value) if isinstance(value, str) else value  # None is no sequence
             grids = [(int(width), int(height)) for width, height in pairs]
     except (ValueError, TypeError, SyntaxError):
         raise ValueError(f"--image_grid_pinpoints {value!r}: {expected}") from None
@@ -253,7 +239,7 @@ def fitted_size(size: Size, grid: Size) -> Size:
 def _patches(rules: CropRules, size: Size) -> Patches:
     grid, side = best_grid(size, rules.grids), rules.tokens_per_side
     columns, rows = grid[0] // rules.crop_side, grid[1] // rules.crop_side
-    left, top = black_margins(size, columns * side, rows * side) if rules.has_newline else (0, 0)
+    left, top = black_margins(size, columns * side, rows * side)
     width, height = columns * side - 2 * left, rows * side - 2 * top
     return Patches(columns, rows, left, top, width, height, _shrunk(width, height, rules))
 
@@ -267,7 +253,7 @@ def black_margins(size: Size, columns: int, rows: int) -> Size:
 
 def _shrunk(width: int, height: int, rules: CropRules) -> Size | None:
     most = max_crops(rules.aspect_ratio)
-    if most is None or not rules.has_newline:
+    if most is None:
         return None
     factor = math.sqrt(height * width / (most * rules.tokens_per_side**2))
     if factor <= _SHRINK_FROM:

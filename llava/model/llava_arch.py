@@ -3,18 +3,15 @@
 Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, LlamaModel
+from transformers import Cache, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import TransformersKwargs
 
 from llava.anyres import CropRules, Picture, has_newline
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -22,7 +19,6 @@ from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.context import check_fits
-from llava.model.crops import line_up
 from llava.model.decoding import HUB_OPTIONS, SAMPLING, other_settings, read_generation_config, token_ids_alone
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
@@ -35,7 +31,7 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
     record_norm,
 )
-from llava.model.pictures import Images, Sizes, match_crops, match_images, refuse_video
+from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
 from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import gathered
 
@@ -43,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Flags that become config fields of the same name, besides the norm's.
 PROJECTOR_FIELDS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
-
-# The name of the cache in the library: `cache` in newer releases, which `generate` passes.
-CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 # The classes that the mixins are mixed into; at run time the mixins must not inherit from them.
 if TYPE_CHECKING:
@@ -199,20 +192,14 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         # and double the encoder's prefix.
         model._weight_conversions = []
         missing = set(info["missing_keys"])
-        if lost := sorted(k for k in missing if ".mm_projector." in k or k.endswith("image_newline")):
-            norm = getattr(model.config, "mm_projector_norm", "none")
-            merge = getattr(model.config, "mm_patch_merge_type", "flat")
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
-                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, mm_patch_merge_type={merge}, but the "
-                f"weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and the "
-                "folder's mm_projector.bin as the adapter."
-            )
         tower, of_tower = model.get_vision_tower(), {k for k in missing if ".vision_tower." in k}
         without_tower = bool(of_tower) and len(of_tower) == len(tower.state_dict())
         if lost := sorted(missing - of_tower if without_tower else missing):
             more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-            raise ValueError(f"{pretrained_model_name_or_path}: the weights lack {', '.join(lost[:5])}{more}")
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: the weights lack {', '.join(lost[:5])}{more}, which config.json "
+                "announces; for a stage-1 folder pass the language model as the base and the folder as the adapter"
+            )
         if without_tower:
             tower.load_pretrained(model.config.mm_vision_tower)
         return (model, info) if output_loading_info else model
@@ -380,18 +367,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         None (and with `padding_free` the samples form one row); otherwise logits [B, S', C] are returned.
         `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's layout,
         which the collator makes; without one it is made here, which waits for the device.
-
-        Raises:
-            TypeError: neither this function nor the decoder knows an argument, which the decoder would ignore.
         """
-        newer = kwargs.pop("cache", None)  # its name in newer releases of the library
-        past_key_values = past_key_values if newer is None else newer
-        known = decoder_arguments(type(self.get_model()))
-        if unknown := [name for name, value in kwargs.items() if value is not None and name not in known]:
-            raise TypeError(
-                f"{type(self).__name__}.forward: unknown argument {', '.join(unknown)}; leave it out, or install a "
-                "release of transformers that docs/install.md names"
-            )
         training_loss = labels is not None and (self.training or loss_only)
         crops: Any = images  # with the collator's layout, these are the crops of its pictures
         if layout is None and inputs_embeds is None and training_loss and self.padding_free and input_ids is not None:
@@ -415,7 +391,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=False if training_loss or layout is not None else use_cache,
-            **{CACHE: past_key_values},
+            past_key_values=past_key_values,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # [1, T, D] or [B, S', D]
@@ -434,7 +410,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
+            past_key_values=outputs.past_key_values,
         )
 
     @torch.no_grad()
@@ -472,13 +448,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
         return parent.generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-
-
-@cache
-def decoder_arguments(decoder: type[nn.Module]) -> frozenset[str]:
-    """The arguments that a decoder's forward knows, by name or as those of every decoder of the library."""
-    named = inspect.signature(decoder.forward).parameters
-    return frozenset(named) | TransformersKwargs.__optional_keys__ | {"return_dict"}
 
 
 def text_lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:

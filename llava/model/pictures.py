@@ -1,14 +1,15 @@
-"""Matches a batch's pictures to its placeholders.
+"""A batch's pictures: matched to its placeholders, and their visual tokens in the order in which they enter the LLM.
 
-Shapes: N images, K crops of all images.
+Shapes: N images, K crops of all images, V visual tokens per crop, D LLM hidden size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import torch
+from torch.nn import functional as F
 
-from llava.anyres import Picture
+from llava.anyres import CropRules, Patches, Picture
 
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 Sizes = Sequence[tuple[int, int]] | torch.Tensor | None
@@ -28,7 +29,7 @@ def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None
         placeholders: number of placeholders of each sample.
 
     Raises:
-        ValueError: too few or too many images; the message names the sample.
+        ValueError: too few or too many images; the message has both numbers.
     """
     if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
         return images
@@ -63,7 +64,7 @@ def match_crops(
         placeholders: number of placeholders of each sample.
 
     Raises:
-        ValueError: too few or too many images or sizes; the message names the sample.
+        ValueError: too few or too many images or sizes; the message has both numbers.
     """
     crops = _without_unused(list(_of_each_image([] if images is None else images)), placeholders)
     if len(crops) != sum(placeholders):
@@ -92,12 +93,42 @@ def _without_unused(entries: list, placeholders: list[int]) -> list:
 
 
 def _wrong_number(placeholders: list[int], num_images: int) -> str:
-    ends, total = list(accumulate(placeholders)), sum(placeholders)
-    if num_images < total:
-        detail = (
-            f"sample {next(i for i, end in enumerate(ends) if end > num_images)} is the first without enough images"
-        )
-    else:
-        last = max((i for i, count in enumerate(placeholders) if count), default=0)
-        detail = f"{num_images - total} are left over after sample {last}, the last with a placeholder"
-    return f"the batch has {total} image placeholders ({placeholders} per sample) but {num_images} images; {detail}"
+    total = sum(placeholders)
+    return f"the batch has {total} image placeholders ({placeholders} per sample) but {num_images} images"
+
+
+def line_up(
+    features: torch.Tensor, pictures: Sequence[Picture], rules: CropRules, newline: torch.Tensor | None
+) -> torch.Tensor:
+    """The visual tokens of all pictures, one after another, as they enter the LLM.
+
+    Args:
+        features: the visual tokens of every crop [K, V, D], after the norm.
+        pictures: the pictures that the crops belong to.
+        rules: the model's, which say how crops are laid out.
+        newline: `image_newline` [D], which does not pass through the norm; None where the rules have none.
+    """
+    if not rules.has_newline:
+        return features.flatten(0, 1)
+    assert newline is not None  # the model is built by the same config as the rules
+    newline, parts = newline.to(features.dtype)[None], []
+    for picture, crops in zip(pictures, features.split([p.crops for p in pictures]), strict=True):
+        parts.append(crops[0])
+        if picture.crops > 1:
+            parts.append(_in_rows(crops[1:], rules.patches(picture), newline))
+        else:
+            parts.append(newline)
+    return torch.cat(parts)
+
+
+def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor) -> torch.Tensor:
+    """The visual tokens of a grid of crops, row by row of patches, with a newline after each row."""
+    side = math.isqrt(crops.shape[1])
+    grid = crops.view(patches.rows, patches.columns, side, side, -1).transpose(1, 2)
+    grid = grid.reshape(patches.rows * side, patches.columns * side, -1)
+    grid = grid[patches.top : patches.top + patches.height, patches.left : patches.left + patches.width]
+    if patches.shrunk is not None:
+        width, height = patches.shrunk
+        grid = F.interpolate(grid.permute(2, 0, 1)[None], size=(height, width), mode="bilinear")[0].permute(1, 2, 0)
+    # Also if no row remains, so that the newline gets a gradient.
+    return torch.cat([grid, newline[None].expand(len(grid), 1, -1)], dim=1).flatten(0, 1)

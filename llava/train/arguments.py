@@ -127,9 +127,8 @@ class ModelArguments(ProjectorNormArguments):
     )
     mm_patch_merge_type: str = flag(
         "flat",
-        "Layout of the visual tokens of an image's crops: flat (one crop after another), spatial (the whole image, "
-        "then the rows of the grid), spatial_unpad (the same without padding and with a learned image_newline at each "
-        "row's end).",
+        "Layout of the visual tokens of an image's crops: flat (one crop after another) or spatial_unpad (the whole "
+        "image, then the rows of the grid without padding, with a learned image_newline at each row's end).",
     )
     mm_use_im_start_end: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
     mm_use_im_patch_token: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")

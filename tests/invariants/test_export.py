@@ -555,7 +555,7 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (CROPS | {"norm": "none", "grids": None}, "image_aspect_ratio anyres needs --image_grid_pinpoints"),
+        (CROPS | {"norm": "none", "grids": None}, "--image_grid_pinpoints None: expected pairs of pixels"),
         ({"mm_projector_type": "pixel_shuffle_2x_mlp2x_gelu"}, "which the exported classes do not have"),
         (CROPS | {"norm": "gwc_layernorm"}, "mm_projector_norm=gwc_layernorm: crops are exported as"),
         (CROPS | {"norm": "none", "aspect": "anyres_max_1"}, "image_aspect_ratio=anyres_max_1, mm_patch_merge_type"),

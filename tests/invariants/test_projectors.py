@@ -31,10 +31,9 @@ MODES = [
     {"image_aspect_ratio": "square"},
     {"image_aspect_ratio": "pad", "mm_patch_merge_type": "spatial_unpad"},
     {"image_aspect_ratio": "anyres", "image_grid_pinpoints": GRIDS},
-    {"image_aspect_ratio": "anyres", "image_grid_pinpoints": GRIDS, "mm_patch_merge_type": "spatial"},
     {"image_aspect_ratio": "anyres_max_2", "image_grid_pinpoints": GRIDS, "mm_patch_merge_type": "spatial_unpad"},
 ]
-NAMES = ["square", "newline", "flat", "spatial", "unpad"]
+NAMES = ["square", "newline", "flat", "unpad"]
 
 
 @pytest.fixture(scope="module")

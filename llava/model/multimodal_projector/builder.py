@@ -34,9 +34,6 @@ class MergePatches(nn.Module):
         squares = features.unflatten(-2, (tokens, self.side, tokens, self.side))  # [N, tokens, side, tokens, side, E]
         return squares.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [N, V / side ** 2, side ** 2 * E]
 
-    def extra_repr(self) -> str:
-        return f"side={self.side}"
-
 
 @dataclass(frozen=True)
 class ProjectorType:

@@ -330,11 +330,8 @@ def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) 
     unit, value = parse_init(init)
     if unit == "text_norm":
         return value * mean_text_embedding_norm(embedding)
-    return math.sqrt(full_shape(_weight_of(embedding))[-1]) if unit == "default" else value
-
-
-def _weight_of(embedding: nn.Module | torch.Tensor) -> torch.Tensor:
-    return embedding if isinstance(embedding, torch.Tensor) else embedding.get_parameter("weight")
+    weight = embedding if isinstance(embedding, torch.Tensor) else embedding.get_parameter("weight")
+    return math.sqrt(full_shape(weight)[-1]) if unit == "default" else value
 
 
 @torch.no_grad()
@@ -348,7 +345,7 @@ def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: in
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
     """
-    weight = _weight_of(embedding)
+    weight = embedding if isinstance(embedding, torch.Tensor) else embedding.get_parameter("weight")
     with gathered(weight):
         if weight.is_meta:
             raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
