@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
 from llava.launch.settings import NAMES, OF_ONE_STAGE
 from llava.utils.names import nearest_name
-from llava.utils.paths import ROOT, WORK
+from llava.utils.paths import CODE, ROOT, WORK
 from llava.utils.processes import start, wait
 
 if TYPE_CHECKING:
@@ -36,10 +36,12 @@ class Recipe:
 
     Raises:
         TypeError: an unknown variable, or a value that is not text, number, path or None.
-        ValueError: `output_dir`, which belongs to a single stage.
+        ValueError: `output_dir`, which belongs to a single stage; or the working directory lies in another clone than
+            the package that runs.
     """
 
     def __init__(self, preset: str | None = None, **variables: Value):
+        refuse_another_clone(Path.cwd())
         if "output_dir" in variables:
             folder = variables["output_dir"]
             raise ValueError(f"output_dir={folder}: both stages would write there; give it to pretrain() or finetune()")
@@ -118,6 +120,7 @@ class Recipe:
 
         refuse_ignored([WHOLE_RUNS])
         name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
+        print(f"{stage}: the scripts of {ROOT}", flush=True)
         environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}
         self._assistant = None
         command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *map(str, flags)]
@@ -125,6 +128,16 @@ class Recipe:
             raise RuntimeError(f"{stage} failed with status {code}; what it printed says why")
         self.checkpoint = (WORK / name).resolve()
         return name
+
+
+def refuse_another_clone(folder: Path) -> None:
+    """Raises ValueError where `folder` lies in a clone of this tree whose scripts are not those that would run."""
+    clone = next((each for each in (folder, *folder.parents) if (each / "llava/compare/recipe.py").is_file()), CODE)
+    if clone.resolve() != CODE:
+        raise ValueError(
+            f"{clone} is a clone of its own, but Python imports llava from {CODE}, whose scripts would run; "
+            f"use {clone}/.venv/bin/python, or call from another folder"
+        )
 
 
 def environment_of(variables: dict[str, Value]) -> dict[str, str]:

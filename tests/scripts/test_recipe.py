@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,18 @@ def test_a_plan_equals_what_the_script_prints_with_the_same_variables(stage, mon
     assert plan == printed(stage, "--max_grad_norm", "0.5", **given)
     assert plan["flags"]["warmup_ratio"] == "0.25" and plan["flags"]["max_grad_norm"] == "0.5"
     assert "max_steps" not in recipe.variables and recipe.plan(stage)["flags"]["max_steps"] != "7"
+
+
+def test_a_recipe_in_another_clone_is_refused_by_both_folders(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    (other / "llava/compare").mkdir(parents=True)
+    (other / "llava/compare/recipe.py").touch()
+    (other / "docs").mkdir()
+    monkeypatch.chdir(other / "docs")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(other))} is a clone of its own.* imports llava from {ROOT}"):
+        Recipe("demo")
+    monkeypatch.chdir(tmp_path)
+    Recipe("demo")
 
 
 @pytest.mark.parametrize(
