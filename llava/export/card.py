@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
-from llava.eval.results import RESULTS_FILE, Results, read_results
+from llava.eval.results import RESULTS_FILE, TaskResult, read_results
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.files import write_text
@@ -66,11 +66,11 @@ def card_text(args: argparse.Namespace) -> str:
         config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--model-path {folder}: no config.json there with a model_type ({error!r})") from error
-    stages = read_stages(run_dir) if args.run_dir or (run_dir / RUN_FILE).is_file() else []
-    results_path = args.results or run_dir / RESULTS_FILE
-    results = read_results(results_path) if args.results or results_path.is_file() else None
+    results = args.results or run_dir / RESULTS_FILE
+    tasks = read_results(results).tasks if args.results or results.is_file() else {}
     arm, part = config.get("mm_projector_norm") or "none", part_of(folder)
     name = args.repo or folder.resolve().name
+    scores = [EvalResult("image-text-to-text", task, task, own.metric, own.score) for task, own in tasks.items()]
     metadata = ModelCardData(
         license=args.license,
         language=args.language,
@@ -78,15 +78,10 @@ def card_text(args: argparse.Namespace) -> str:
         base_model_relation="adapter" if args.base_model and part != "whole" else None,
         datasets=args.dataset,
         library_name="transformers" if "text_config" in config else None,
-        model_name=name if results else None,
-        eval_results=results and eval_results(results),
+        model_name=name if scores else None,
+        eval_results=scores or None,
         pipeline_tag="image-text-to-text",
-        tags=[
-            "llava",
-            "vision-language",
-            *([arm] if arm != "none" else []),
-            *(["adapter", part] if part != "whole" else []),
-        ],
+        tags=["llava", "vision-language", *[arm] * (arm != "none"), *["adapter", part] * (part != "whole")],
     )
     template = {
         "name": name,
@@ -98,8 +93,8 @@ def card_text(args: argparse.Namespace) -> str:
         "vision": config.get("vision_config") or config.get("mm_vision_config") or {},
         "arm": arm,
         "gain": norm_gain(folder) if arm != "none" else None,
-        "stages": [stage_facts(*stage) for stage in stages],
-        "results": [(task, *result) for task, result in result_rows(results).items()],
+        "stages": read_stages(run_dir) if args.run_dir or (run_dir / RUN_FILE).is_file() else [],
+        "results": [(task, own.metric, own.score, *uncertainty(own)) for task, own in tasks.items()],
     }
     return str(ModelCard.from_template(metadata, template_path=str(_TEMPLATE), **template)).rstrip() + "\n"
 
@@ -115,7 +110,7 @@ def part_of(folder: Path) -> str:
 def norm_gain(folder: Path) -> float | None:
     """Mean |gain| of the norm that ends the projector, the only vector named weight there, from the files alone."""
     gains = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             gains += [tensors.get_tensor(name) for name in filter(_GAIN.search, tensors.keys())]
     if not gains and (folder / ADAPTER_FILE).is_file():
@@ -123,16 +118,16 @@ def norm_gain(folder: Path) -> float | None:
     return next((gain.double().abs().mean().item() for gain in gains if gain.ndim == 1), None)
 
 
-def read_stages(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Configuration and log of the run in `folder`, and before it of the run whose adapter it began with."""
+def read_stages(folder: Path) -> list[dict[str, Any]]:
+    """What the card shows of the run in `folder`, and before it of the run whose adapter it began with."""
     newest = read_starts(folder / RUN_FILE)[-1]
     log = folder / LOG_FILE
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
-    stage = (newest["configuration"], lines)
     adapter = newest["configuration"]["model"].get("pretrain_mm_mlp_adapter")
     path = Path(newest["provenance"]["folder"]) / (adapter or "")
     first = path if path.is_dir() else path.parent
-    return [*(read_stages(first) if adapter and (first / RUN_FILE).is_file() else []), stage]
+    earlier = read_stages(first) if adapter and (first / RUN_FILE).is_file() else []
+    return [*earlier, stage_facts(newest["configuration"], lines)]
 
 
 def stage_facts(configuration: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,31 +135,20 @@ def stage_facts(configuration: dict[str, Any], log: list[dict[str, Any]]) -> dic
     settings = configuration["model"] | configuration["data"] | configuration["training"]
     ranks = configuration["devices"]["ranks"]
     batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * ranks
-    shown = {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, "", False)}
-    shown = {"data": ", ".join(Path(path).name for path in str(settings["data_path"]).split(","))} | shown
-    if plugins := configuration.get("plugins"):
-        shown["own parts"] = ", ".join(plugins)
+    shown = {"data": ", ".join(Path(path).name for path in str(settings["data_path"]).split(","))}
+    shown |= {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, "", False)}
+    shown |= {"own parts": ", ".join(plugins)} if (plugins := configuration.get("plugins")) else {}
     shown |= {"samples per step": batch, "devices": f"{ranks} x {configuration['devices']['kind']}"}
     losses = [line for line in log if "loss" in line]
     shown |= {"steps": losses[-1]["step"], "last logged loss": f"{losses[-1]['loss']:.4g}"} if losses else {}
-    measured = [line for line in log if "norm/llm_input" in line]
-    return {"settings": shown, "norms": [line["norm/llm_input"] for line in (measured[:1] + measured[1:][-1:])]}
+    measured = [line["norm/llm_input"] for line in log if "norm/llm_input" in line]
+    return {"settings": shown, "norms": measured[:1] + measured[1:][-1:]}
 
 
-def result_rows(results: Results | None) -> dict[str, tuple[str, float, str, str, int]]:
-    """Metric, score, interval, chance and number of questions of each task; Wilson's interval where it is a mean."""
-    rows = {}
-    for name, task in (results.tasks if results else {}).items():
-        total, right = len(task.samples), sum(sample.score for sample in task.samples)
-        interval = "not a mean over questions"
-        if total and abs(100 * right / total - task.score) <= _TOLERANCE:
-            interval = "{:.1f} to {:.1f}".format(*(100 * bound for bound in share_interval(right, total)))
-        rows[name] = (task.metric, task.score, interval, "" if task.chance is None else f"{task.chance:.1f}", total)
-    return rows
-
-
-def eval_results(results: Results) -> list[EvalResult]:
-    """The scores in percent, as the hub's own lists of results read them."""
-    return [
-        EvalResult("image-text-to-text", name, name, task.metric, task.score) for name, task in results.tasks.items()
-    ]
+def uncertainty(task: TaskResult) -> tuple[str, str, int]:
+    """Wilson's interval where a score is a mean over questions, chance, and the number of questions."""
+    total, right = len(task.samples), sum(sample.score for sample in task.samples)
+    interval = "not a mean over questions"
+    if total and abs(100 * right / total - task.score) <= _TOLERANCE:
+        interval = "{:.1f} to {:.1f}".format(*(100 * bound for bound in share_interval(right, total)))
+    return interval, "" if task.chance is None else f"{task.chance:.1f}", total

@@ -5,14 +5,13 @@ The strings come from the template itself, which writes a short conversation.
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
-from llava.conversation import PART_KINDS, Conversation, Frame, Part
+from llava.conversation import PART_KINDS, Conversation, Frame
 from llava.mm_utils import adds_space, leading_ids
 
 _SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message and of a turn
@@ -142,7 +141,7 @@ def _strings(template: Conversation) -> dict[str, str]:
         "END": answer.end,
         "TAIL": answer.tail,
         "LAST_TAIL": last.tail,
-        "OPEN": _joined(part for part in open_answer if part.speaker == "assistant"),
+        "OPEN": "".join(part.text for part in open_answer if part.speaker == "assistant"),
     }
     try:
         systems = {"SYSTEM": template.with_system(_SYSTEM), "EMPTY": template.with_system("")}
@@ -168,11 +167,7 @@ def _written(template: Conversation, turns: int) -> tuple[str, list[Frame]]:
     return preamble, frames
 
 
-def _joined(parts: Iterable[Part]) -> str:
-    return "".join(part.text for part in parts)
-
-
 def _strips(template: Conversation) -> bool:
     """Whether turns lose white space at their ends."""
     written = replace(template, messages=[[template.roles[0], f" {_TURN} "]]).parts()
-    return f" {_TURN} " not in _joined(written)
+    return f" {_TURN} " not in "".join(part.text for part in written)

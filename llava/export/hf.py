@@ -8,7 +8,6 @@ is loaded with trust_remote_code=True. What was written is loaded again and comp
 import argparse
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import shutil
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from PIL import Image
-from safetensors import SafetensorError
 from tokenizers import AddedToken
 from transformers import (
     AutoModelForImageTextToText,
@@ -39,6 +37,7 @@ from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, answer_end, conv_templates
 from llava.export import remote_code
+from llava.export.card import part_of
 from llava.export.chat_template import chat_template
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration
 from llava.mm_utils import (
@@ -58,7 +57,6 @@ from llava.model.language_model.families import decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import Siglip2VisionTower, VisionTower
-from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
 from llava.utils.commands import DTYPES, add_plugin_argument
 from llava.utils.plugins import registered
@@ -86,29 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     add_plugin_argument(parser)
     parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
-    parser.add_argument(
-        "--conv-mode",
-        choices=list(conv_templates),
-        metavar="TEMPLATE",
-        help="conversation template (default: the one that the checkpoint was trained with)",
-    )
+    template = "conversation template (default: the one that the checkpoint was trained with)"
+    parser.add_argument("--conv-mode", choices=list(conv_templates), metavar="TEMPLATE", help=template)
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the checkpoint's)")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    export(args.model_path, args.output_dir, args.dtype, args.max_shard_size, args.conv_mode)
+    export(args.model_path, args.output_dir, args.dtype, args.conv_mode)
 
 
-def export(
-    model_path: str,
-    output_dir: Path,
-    dtype: str | None = None,
-    max_shard_size: str = "5GB",
-    conv_mode: str | None = None,
-) -> None:
+def export(model_path: str, output_dir: Path, dtype: str | None = None, conv_mode: str | None = None) -> None:
     """Writes the folder, which appears only when it is complete and computes what the checkpoint does.
 
     The comparison is made in fp32 and takes four bytes of memory per weight.
@@ -132,7 +119,7 @@ def export(
         write_tokenizer(tokenizer, folder, jinja)
         image_processor = load_image_processor(model_path, model.get_vision_tower())
         write_processor(image_processor, fields, model.crop_rules(), folder)
-        write_model(model, fields, folder, max_shard_size)
+        write_model(model, fields, folder)
         generation_config(model, tokenizer, template).save_pretrained(folder)
         if fields["model_type"] == WITH_NORM:
             (folder / f"{remote_code.NAME}.py").write_text(remote_code.code())
@@ -141,10 +128,7 @@ def export(
         check_written(folder, model, tokenizer, image_processor)
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
     if fields["model_type"] == NEXT:
-        logger.warning(
-            "one picture per prompt: transformers' LLaVA-NeXT cuts each of several pictures into crops, and this "
-            "checkpoint pads them. A few sizes lose a row or column of black more or less, see docs/export.md"
-        )
+        logger.warning("one picture per prompt: transformers' LLaVA-NeXT cuts each of several (docs/export.md)")
 
 
 @contextlib.contextmanager
@@ -153,7 +137,6 @@ def new_folder(output_dir: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: `output_dir` is not empty, or another export writes it.
-        OSError: it cannot be written.
     """
     target = output_dir.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -166,10 +149,6 @@ def new_folder(output_dir: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(target)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) or error.errno == errno.ENOSPC:
-            raise OSError(f"--output-dir {output_dir}: {error}; free some room, or give another folder") from error
-        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -214,23 +193,12 @@ def check_written(
 
 
 def exportable_config(model_path: str) -> PretrainedConfig:
-    """The checkpoint's config.
-
-    Raises:
-        ValueError: see `export`.
-    """
-    folder = Path(model_path)
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--model-path {model_path}: a LoRA folder; merge it first: python -m llava.model.merge_lora --model-path "
-            f"{model_path} --save-model-path FOLDER"
-        )
+    """The checkpoint's config; raises ValueError where `export` does."""
+    if (part := part_of(Path(model_path))) != "whole":
+        merge = f"merge it first: python -m llava.model.merge_lora --model-path {model_path} --save-model-path FOLDER"
+        faults = {"lora": f"a LoRA folder; {merge}", "projector": "a stage-1 folder, which has a projector alone"}
+        raise ValueError(f"--model-path {model_path}: {faults[part]}; expected a whole checkpoint")
     config = read_config(model_path)
-    if folder.is_dir() and not list(folder.glob("*.safetensors")) and not list(folder.glob("pytorch_model*.bin")):
-        what = (
-            "a stage-1 folder, which has a projector alone" if (folder / ADAPTER_FILE).is_file() else "no weights there"
-        )
-        raise ValueError(f"--model-path {model_path}: {what}; expected a whole checkpoint, as stage 2 writes it")
     if not (getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None)):
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
@@ -247,11 +215,7 @@ def exportable_config(model_path: str) -> PretrainedConfig:
 
 
 def answering_template(config: PretrainedConfig, model_path: str, conv_mode: str | None) -> Conversation:
-    """The template of `--conv-mode`, or else the checkpoint's.
-
-    Raises:
-        ValueError: the checkpoint is of stage 1 and answers no questions, whatever `--conv-mode` says.
-    """
+    """The template of `--conv-mode`, or else the checkpoint's; raises ValueError for a checkpoint of stage 1."""
     template = choose_template(config, model_path, conv_mode)
     recorded = getattr(config, "mm_conv_version", None) or conv_mode
     if is_captioner(template) or is_captioner(choose_template(config, model_path, recorded)):
@@ -306,13 +270,7 @@ def model_type_of(config: PretrainedConfig, tower: VisionTower, depth: int) -> s
 
 
 def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> dict[str, Any]:
-    """`config.json` of the exported folder.
-
-    Args:
-        model: the checkpoint's.
-        image_token: id of `<image>`.
-        rows: number of rows of the text embedding, that of `<image>` included.
-    """
+    """`config.json` of the exported folder; the text embedding has `rows` rows, that of `<image>` included."""
     config, tower = model.config, model.get_vision_tower()
     assert tower is not None  # `exportable_config` refuses models without one
     family = decoder_of(config)
@@ -348,7 +306,7 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
     return fields
 
 
-def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
+def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path) -> None:
     """Writes weights and `config.json`; checks that tensors and places in the class match one to one."""
     config_class, model_class = CLASSES[fields["model_type"]]
     tensors = model.state_dict()
@@ -362,7 +320,7 @@ def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Pat
     if fields["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     tensors = {file_name(name, fields): tensor.contiguous() for name, tensor in tensors.items()}
-    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
     follow_umask(folder)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 

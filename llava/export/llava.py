@@ -26,15 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, help="folder or hub id of Hugging Face's LLaVA classes")
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the folder's)")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    write_checkpoint(args.model_path, args.output_dir, args.dtype, args.max_shard_size)
+    write_checkpoint(args.model_path, args.output_dir, args.dtype)
 
 
-def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None, max_shard_size: str = "5GB") -> None:
+def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None) -> None:
     """Writes the checkpoint, which appears only when it is complete.
 
     Raises:
@@ -48,7 +47,7 @@ def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None
         )
     with new_folder(output_dir) as folder:
         model = load_as_stored(model_path, config, dtype)
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size="5GB")
         if note := unused(model_path, model.file_decoding):
             logger.warning("%s", note)
         save_tokenizer(load_tokenizer(model_path, padding_side="right"), folder)

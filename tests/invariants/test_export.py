@@ -12,7 +12,6 @@ import torch
 from decoder_families import NAMES, write_families
 from pairwise import pairwise
 from PIL import Image
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import make
 from training import flags
@@ -591,11 +590,8 @@ def test_a_folder_is_whole_or_absent_and_nothing_is_replaced(normed, tmp_path, c
     (tmp_path / ".out.partial").rmdir()
     assert main(["hf", "--model-path", ours, "--output-dir", str(out)]) == 0 and (out / "model.safetensors").is_file()
 
-    faults = {130: KeyboardInterrupt(), 2: SafetensorError("No space left on device")}
-    for status, fault in faults.items():
-        monkeypatch.setattr(hf, "write_model", Mock(side_effect=fault))
-        assert main(["hf", "--model-path", ours, "--output-dir", str(tmp_path / "other")]) == status
-    assert "other: No space left on device; free some room" in capsys.readouterr().err
+    monkeypatch.setattr(hf, "write_model", Mock(side_effect=KeyboardInterrupt()))
+    assert main(["hf", "--model-path", ours, "--output-dir", str(tmp_path / "other")]) == 130
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
 
 
