@@ -1,6 +1,6 @@
 """The paper's Table 4, in percent (arXiv 2512.08374)."""
 
-from llava.eval.results import PAPER_COLUMNS
+from llava.eval.tasks import PAPER_COLUMNS
 from llava.model.multimodal_projector.norm import PAPER_ARMS as ARMS
 
 # A row for each of `ARMS`.

@@ -19,7 +19,8 @@ from llava.compare.record import FILE, Record, add_runs, new_record, read_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step, runs_at_once
-from llava.eval.results import CONTROLS, PAPER_COLUMNS, UNTOUCHED, Results, read_results
+from llava.eval.results import CONTROLS, UNTOUCHED, Results, read_results
+from llava.eval.tasks import PAPER_COLUMNS
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.machine import available_cores

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
-from llava.eval.answer_file import recorded
+from llava.eval.answer import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.launch.recipe import STAGES
 from llava.launch.settings import parse_flags

@@ -29,8 +29,7 @@ from llava.eval.paired import (
     compare_seeds,
     score_by_seed,
 )
-from llava.eval.results import PAPER_COLUMNS
-from llava.eval.tasks import TASKS, mean_of_groups
+from llava.eval.tasks import PAPER_COLUMNS, TASKS, mean_of_groups
 from llava.utils.intervals import CONFIDENCE, share_interval
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}

@@ -1,35 +1,37 @@
 """Answers to many questions: `python -m llava.eval.answer --model-path CKPT --data FILE --output answers.jsonl`.
 
 Takes every data format of training, and LLaVA's question files (`question_id`, `image`, `text`). Writes one line per
-question, in their order, with the fields that LLaVA's evaluation scripts read. Rerun the same command to resume:
-questions whose answers are in the file are skipped.
+question, in their order, with the fields that LLaVA's evaluation scripts read, and the settings of the run next to it
+(`answers.jsonl.run.json`). Rerun the same command to resume: questions whose answers are in the file are skipped.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llava.anyres import Size
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.eval.answer_file import answered_ids, recorded_count, write_record
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
+from llava.utils.files import write_json
 from llava.utils.locks import locked
 from llava.utils.paths import checkpoint_name
 from llava.utils.progress import progress
+from llava.utils.provenance import differences
 from llava.utils.versions import EVALUATION, code_digest
 
 if TYPE_CHECKING:
-    from llava.asking import Assistant
+    from llava.anyres import Size
     from llava.eval.question_records import Question, QuestionRecords
 
 WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
-SHOWN_FAULTS = 10
-ON_BAD_RECORD = ("error", "skip")
+DESCRIBED = ("model_path", "model_base", "data", "image_folder")
+"""Flags that the record describes by content."""
+NEUTRAL = ("output", "overwrite", "batch_size", "device", "plugin")
+"""Flags that the record leaves out."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,27 +45,33 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="python -m llava.eval.answer", description=__doc__.splitlines()[0])
     add_model_arguments(top)
     add_loading_arguments(top)
+    add_decoding_arguments(top, temperature=0)
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
     top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
-    top.add_argument(
-        "--overwrite", action="store_true", help="answer all questions again, even if --output has answers"
-    )
-    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch (default: 8)")
-    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
-    top.add_argument("--temperature", type=float, default=0, help="0 decodes greedily, above 0 samples (default: 0)")
-    top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
-    top.add_argument("--num-beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, one process each (default: 1)")
-    top.add_argument("--chunk-idx", type=int, default=0, help="the part that this process answers, from 0 (default: 0)")
-    top.add_argument(
-        "--on-bad-record",
-        choices=ON_BAD_RECORD,
-        default="error",
-        help="for questions that cannot be answered: `error` lists them and stops (default), `skip` skips them",
-    )
+    top.add_argument("--overwrite", action="store_true", help="answer all questions again")
+    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch")
+    top.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, one process each")
+    top.add_argument("--chunk-idx", type=int, default=0, help="the part that this process answers, from 0")
     return top
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser, temperature: float) -> None:
+    """The flags of `decoding_options`, also in LLaVA's spelling."""
+    parser.add_argument("--temperature", type=float, default=temperature, help="0 decodes greedily, above 0 samples")
+    likeliest = "sample from the likeliest tokens whose probabilities add up to this"
+    parser.add_argument("--top-p", "--top_p", type=float, help=likeliest)
+    parser.add_argument("--num-beams", "--num_beams", type=whole(1), default=1, help="beams of beam search")
+    longest = "maximum tokens of an answer"
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=whole(1), default=512, help=longest)
+
+
+def decoding_options(args: Any) -> dict[str, Any]:
+    """Options of `generate`."""
+    from llava.model.decoding import evaluation_options  # takes seconds
+
+    return evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -79,8 +87,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--temperature: expected 0 or more; --top-p: above 0 to 1, and with --temperature above 0")
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
-    part = (args.chunk_idx, args.num_chunks)
-    questions = QuestionRecords(args.data, args.image_folder, part)
+    questions = QuestionRecords(args.data, args.image_folder, (args.chunk_idx, args.num_chunks))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lock = args.output.with_name(f".{args.output.name}.lock")
     with locked(lock, f"--output {args.output}: another process writes it"):
@@ -92,41 +99,35 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     import torch  # this and what follows take seconds
 
     from llava.asking import batch_answers, chosen_assistant, is_captioner
-    from llava.model.decoding import evaluation_options, evaluation_record, unused
+    from llava.model.decoding import evaluation_record, unused
 
     output, settings = args.output, answer_settings(questions, args)
-    if (
-        not args.overwrite
-        and output.exists()
-        and (count := recorded_count(output, settings)) == len(answered_ids(output))
-    ):
-        print(f"{output}: finished before, {count} answers (--overwrite answers again)")
+    resumes = output.exists() and not args.overwrite
+    done = number_answered(output, settings, questions) if resumes else 0
+    if resumes and done == len(questions):
+        print(f"{output}: finished before, {done} answers (--overwrite answers again)")
         return
-    sizes = usable(questions, args.on_bad_record)
     assistant = chosen_assistant(args)
-    if assistant.image_orientation != "stored":
-        questions.show_as(assistant.image_orientation)
-        sizes = {place: questions.picture_sizes(place) for place in sizes}
+    questions.images = questions.store(orientation=assistant.image_orientation)
+
+    def fits(index: int, question: "Question", sizes: "list[Size]") -> None:
+        if sizes and assistant.image_processor is None:
+            raise ValueError(f"it has pictures, and {assistant.name} has no vision tower")
+        assistant.prompt_length(question.asked.turns, sizes)
+
+    questions.check(fits)
     if is_captioner(assistant.template):
         print(f"note: {args.model_path} is a captioner (template plain): it writes captions and ignores the questions")
-    places = fitting(questions, sizes, assistant, args.on_bad_record)
     if note := unused(args.model_path, assistant.model.file_decoding):
         print(f"note: {note}")
     if args.overwrite:
         output.unlink(missing_ok=True)
-    options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
-    write_record(output, settings, len(places), evaluation_record(assistant.model.file_decoding, options))
-    window, done = WINDOW * args.batch_size, answered_ids(output)
-    for number, identifier in enumerate(done):
-        expected = questions[places[number]].identifier if number < len(places) else None
-        if identifier != expected:
-            raise ValueError(
-                f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found "
-                f"{identifier!r}; answer again with --overwrite"
-            )
-    with open(output, "ab") as file, progress(len(places), "answering", "questions", done=len(done)) as bar:
-        for start in range(len(done), len(places), window):
-            batch = [questions[place] for place in places[start : start + window]]
+    options, window = decoding_options(args), WINDOW * args.batch_size
+    record = {"asked": settings, "count": len(questions)}
+    write_json(record_file(output), record | evaluation_record(assistant.model.file_decoding, options))
+    with open(output, "ab") as file, progress(len(questions), "answering", "questions", done=done) as bar:
+        for start in range(done, len(questions), window):
+            batch = [questions[index] for index in range(start, min(start + window, len(questions)))]
             torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
             answers: dict[int, str] = {}
             prompts, pictures = [question.asked for question in batch], questions.images.open
@@ -136,7 +137,7 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
             lines = [answer_line(question, answers[i], args.model_path) for i, question in enumerate(batch)]
             file.write("".join(lines).encode())
             file.flush()
-    print(f"{output}: {len(places)} answers")
+    print(f"{output}: {len(questions)} answers")
 
 
 def answer_line(question: "Question", text: str, model_path: str) -> str:
@@ -155,11 +156,13 @@ def answer_line(question: "Question", text: str, model_path: str) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
 def answer_settings(questions: "QuestionRecords", args: argparse.Namespace) -> dict[str, object]:
     """Everything that decides the answers, by flag; batch size and device do not."""
-    names = ("conv_mode", "dtype", "load_8bit", "load_4bit", "image_aspect_ratio", "max_new_tokens", "temperature")
-    names += ("top_p", "num_beams", "seed", "num_chunks", "chunk_idx", "on_bad_record")
-    settings: dict[str, object] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    named = {name: value for name, value in vars(args).items() if name not in DESCRIBED + NEUTRAL}
+    settings: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         settings[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     settings["--data"] = f"content {questions.records.key[:16]}"
@@ -168,60 +171,49 @@ def answer_settings(questions: "QuestionRecords", args: argparse.Namespace) -> d
     return settings
 
 
-# --- what can be answered ---------------------------------------------------------------------------------------------
+def record_file(output: Path) -> Path:
+    """The record next to an answer file."""
+    return output.with_name(f"{output.name}.run.json")
 
 
-def usable(questions: "QuestionRecords", on_bad_record: str) -> dict[int, list[Size]]:
-    """The picture sizes of every question whose record and pictures are valid.
+def recorded(output: Path) -> dict[str, Any] | None:
+    """The record's `asked`, settings by flag, and `count`, the final number of answers; None without a usable one."""
+    try:
+        record = json.loads(record_file(output).read_text(encoding="utf-8"))
+        return {"asked": dict(record["asked"]), "count": int(record["count"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def number_answered(output: Path, settings: dict[str, object], questions: "QuestionRecords") -> int:
+    """How many of the questions, from the first on, have their answers in the file; a line that was cut off is removed.
 
     Raises:
-        ValueError: others exist and are not to be skipped; the message names record, picture and fault.
+        ValueError: the file has no usable record or other settings, or a line that is not the answer expected there.
     """
-    skip, faults, sizes = on_bad_record == "skip", [], {}
-    for place in progress(range(len(questions)), "checking", "questions"):
+    again = "answer again with --overwrite"
+    if (record := recorded(output)) is None:
+        raise ValueError(
+            f"--output {output}: the file exists, but the record of its settings, {record_file(output).name}, is "
+            f"missing or damaged; name another file, or {again}"
+        )
+    if changed := differences(record["asked"], settings):
+        pairs = "; ".join(f"{flag} was {was}, is {now}" for flag, (was, now) in changed.items())
+        raise ValueError(f"--output {output} was answered with other settings: {pairs}; {again}")
+    text, end, cut = output.read_bytes().rpartition(b"\n")
+    if cut:
+        os.truncate(output, len(text + end))
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        expected = questions[number].identifier if number < len(questions) else None
         try:
-            sizes[place] = questions.picture_sizes(place, decode=skip)
-        except ValueError as error:
-            faults.append(f"{questions.named(place)}: {error}")
-    report(faults, len(questions), skip)
-    return sizes
-
-
-def fitting(
-    questions: "QuestionRecords", sizes: dict[int, list[Size]], assistant: "Assistant", on_bad_record: str
-) -> list[int]:
-    """Places of the questions that the template can write and that fit into the context.
-
-    Raises:
-        ValueError: others exist and are not to be skipped; the message names record and fault.
-    """
-    faults, places = [], []
-    for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):
-        try:
-            if shown and assistant.image_processor is None:
-                raise ValueError(f"it has pictures, and {assistant.name} has no vision tower")
-            assistant.prompt_length(questions[place].asked.turns, shown)
-            places.append(place)
-        except ValueError as error:
-            faults.append(f"{questions.named(place)}: {error}")
-    report(faults, len(questions), on_bad_record == "skip")
-    return places
-
-
-def report(faults: Sequence[str], total: int, skip: bool) -> None:
-    """Lists the skipped questions on stderr.
-
-    Raises:
-        ValueError: they are not to be skipped; the message has the same list.
-    """
-    if not faults:
-        return
-    more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
-    shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
-    if not skip:
-        advice = "fix them, or pass --on-bad-record skip"
-        raise ValueError(f"--data: {len(faults)} of {total} questions cannot be answered; {advice}:\n  {shown}")
-    print(f"skipped: {len(faults)} of {total} questions (--on-bad-record skip):\n  {shown}", file=sys.stderr)
+            identifier = json.loads(line)["question_id"]
+        except (ValueError, KeyError, TypeError):
+            identifier = line.decode(errors="replace")
+        if identifier != expected:
+            where = f"--output {output}, line {number + 1}"
+            raise ValueError(f"{where}: expected the answer to question {expected!r}, found {identifier!r}; {again}")
+    return len(lines)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llava.eval.harness import (
-    EvaluationError,
-    data_fingerprint,
-    data_place,
-    process_groups,
-    require_harnesses,
-    run_group,
-    token_fault,
-)
+from llava.eval.harness import LOG, EvaluationError, collect, data_fingerprint, data_place, run_harness, token_fault
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
@@ -28,6 +20,8 @@ from llava.utils.digests import revision
 from llava.utils.locks import locked
 from llava.utils.paths import WORK, checkpoint_name
 from llava.utils.presentation import format_table
+from llava.utils.processes import last_lines
+from llava.utils.provenance import differences
 from llava.utils.versions import EVALUATION, code_digest, git_commit, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
@@ -40,56 +34,40 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
-    try:
-        return exit_status(lambda: evaluate(args), "\nstopped; rerun the same command for the missing tasks")
-    except EvaluationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(lambda: evaluate(args), "\nstopped; rerun the same command for the missing tasks")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = Parser(prog="bash scripts/evaluate.sh", description=__doc__.splitlines()[0])
     top.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder or hub id")
-    top.add_argument(
-        "--tasks", help="names or groups (paper, llava-1.5), joined by commas (default: paper, the nine of its Table 4)"
-    )
+    names = "names or groups (paper, llava-1.5), joined by commas (default: paper, the nine of its Table 4)"
+    top.add_argument("--tasks", help=names)
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")
-    top.add_argument(
-        "--limit", type=whole(1), help="evaluate only the first N samples of every task; not for real scores"
-    )
-    top.add_argument(
-        "--mmlu-fewshot",
-        type=whole(0),
-        default=5,
-        metavar="N",
-        help="solved examples before each question (default: 5)",
-    )
-    top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device (default: 1)")
+    first = "evaluate only the first N samples of every task; not for real scores"
+    top.add_argument("--limit", type=whole(1), metavar="N", help=first)
+    solved = "solved examples before each question of MMLU"
+    top.add_argument("--mmlu-fewshot", type=whole(0), default=5, metavar="N", help=solved)
+    top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device")
     top.add_argument("--num-gpus", type=whole(0), help="GPUs to spread the samples over; 0: CPU (default: all GPUs)")
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
-    top.add_argument(
-        "--together",
-        action="store_true",
-        help="run all tasks of a harness in one process: starts once, cannot resume",
-    )
+    together = "run all tasks of a harness in one process: starts once, cannot resume"
+    top.add_argument("--together", action="store_true", help=together)
     top.add_argument("--force", action="store_true", help="evaluate finished tasks again")
     return top
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Runs the missing tasks and prints the scores; a task that fails is reported, and the others still run.
+def evaluate(args: argparse.Namespace) -> int:
+    """Runs the missing tasks and prints the scores; returns 1 if a task failed, which is printed as it fails, else 0.
 
     Raises:
         ValueError: refused arguments, or another call writes to the same folder.
-        EvaluationError: a task failed.
     """
     import torch  # takes seconds
 
     tasks = choose(args.tasks)
-    require_harnesses(tasks)
     available = torch.cuda.device_count()
     if args.num_gpus is None:
         args.num_gpus = available
@@ -100,31 +78,8 @@ def evaluate(args: argparse.Namespace) -> None:
     settings = settings_of(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(args.output_dir / ".lock", f"--output-dir {args.output_dir}: another evaluate.sh writes there"):
-        run_missing(tasks, places, args, start_results(args, settings))
-
-
-def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:
-    """Runs the tasks that `results` lacks, writing it after each; raises as `evaluate`."""
-    missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
-    if fault := token_fault([task for task in missing if places[task.name] is None]):
-        raise ValueError(f"--tasks {fault}, or give --data-dir")
-    for task in [task for task in missing if not args.force and task.name in results.tasks]:
-        print(f"{task.name}: made from other data or pictures; evaluated again")
-    for task in [task for task in tasks if task not in missing]:
-        print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
-    if [task.name for task in missing if results.tasks.pop(task.name, None)]:
-        write_results(results, args.output_dir)  # a stale score must not outlive a failure
-    failed = []
-    for group in process_groups(missing, places, args.together, args.mmlu_fewshot):
-        for task, result in run_group(group, places[group[0].name], args, results.settings):
-            if isinstance(result, EvaluationError):
-                print(f"error: {result}", file=sys.stderr, flush=True)
-                failed.append(task.name)
-                continue
-            results.tasks[task.name] = result
-            results.created = now()
-            write_results(results, args.output_dir)
-            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
+        results = start_results(args, settings)
+        failed = run_missing(tasks, places, args, results)
     rows = [
         {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
         for name, result in results.tasks.items()
@@ -132,7 +87,51 @@ def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argpars
     if rows:
         print(f"\n{format_table(rows)}\nwritten: {args.output_dir / RESULTS_FILE}")
     if failed:
-        raise EvaluationError(f"{len(failed)} of {len(tasks)} tasks", [f"{name} (above)" for name in failed])
+        print(f"error: {len(failed)} of {len(tasks)} tasks failed: {', '.join(failed)} (above)", file=sys.stderr)
+    return int(bool(failed))
+
+
+def run_missing(
+    tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results
+) -> list[str]:
+    """Runs the tasks that `results` lacks, writing it after each; returns the names of those that failed."""
+    made_from = {task.name: data_fingerprint(task, places[task.name]) for task in tasks}
+    missing = []
+    for task in tasks:
+        before = results.tasks.get(task.name)
+        if before and before.data == made_from[task.name] and not args.force:
+            print(f"{task.name}: finished before, {before.score:.2f} (--force evaluates again)")
+            continue
+        missing.append(task)
+        if before and not args.force:
+            print(f"{task.name}: made from other data or pictures; evaluated again")
+    if fault := token_fault([task for task in missing if places[task.name] is None]):
+        raise ValueError(f"--tasks {fault}, or give --data-dir")
+    if [task for task in missing if results.tasks.pop(task.name, None)]:
+        write_results(results, args.output_dir)  # a stale score must not outlive a failure
+    groups: dict[object, list[Task]] = {}  # what runs in one process, with one number of MMLU's examples
+    for task in missing:
+        few_shot = task.name == "mmlu" and args.mmlu_fewshot
+        key = (task.harness, places[task.name], few_shot) if args.together else task.name
+        groups.setdefault(key, []).append(task)
+    failed = []
+    for group in groups.values():
+        folder, status, seconds = run_harness(group, places[group[0].name], args, results.settings)
+        for task in group:
+            try:
+                if status:
+                    ended = f"the harness ended with exit status {status}; the end of {folder / LOG}:"
+                    raise EvaluationError(task.name, ended, *last_lines(folder / LOG, 15))
+                result = collect(task, folder, seconds / len(group), made_from[task.name], args.allow_empty)
+            except EvaluationError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                failed.append(task.name)
+                continue
+            results.tasks[task.name] = result
+            results.created = now()
+            write_results(results, args.output_dir)
+            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
+    return failed
 
 
 def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:
@@ -146,26 +145,26 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
     digest = revision(args.checkpoint)
     if digest is None:
         raise ValueError(f"{args.checkpoint}: no such folder, and not a model in the hub's local cache")
-    results = Results(
-        checkpoint=args.checkpoint,
-        fingerprint=digest,
-        command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
-        versions=versions(),
-        settings=settings,
-        created=now(),
-    )
-    path = args.output_dir / RESULTS_FILE
+    command = shlex.join(["bash", "scripts/evaluate.sh", *args.argv])
+    versions = {name: version_of(name) for name in PACKAGES}
+    versions |= {LLAVA_CODE: code_digest(EVALUATION), LLAVA_COMMIT: git_commit()}
+    results, path = Results(args.checkpoint, digest, command, versions, settings, now()), args.output_dir / RESULTS_FILE
     if not path.exists():
         return results
     before = read_results(path)
-    changed = differences(before, results)
-    if not changed:
+    if changed := differences(identity(before), identity(results)):
+        renamed = path.with_name(f"results.{before.created.replace(':', '')}.json")
+        print(f"{path}: made with other {', '.join(changed)}; kept as {renamed.name}, every task is evaluated again")
+        path.rename(renamed)
+    else:
         results.tasks = before.tasks
-        return results
-    renamed = path.with_name(f"results.{before.created.replace(':', '')}.json")
-    print(f"{path}: made with other {', '.join(changed)}; kept as {renamed.name}, every task is evaluated again")
-    path.rename(renamed)
     return results
+
+
+def identity(results: Results) -> dict[str, Any]:
+    """What the scores depend on besides the data."""
+    versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}
+    return {"checkpoint": results.fingerprint} | {name: results.settings.get(name) for name in IDENTITY} | versions
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,38 +179,17 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     from llava.model.decoding import evaluation_record, other_settings, read_generation_config, unused
 
     config = read_config(args.checkpoint)
-    template = choose_template(config, args.checkpoint, args.conv_template)
-    if is_captioner(template):
+    if is_captioner(choose_template(config, args.checkpoint, args.conv_template)):
         raise ValueError(
             f"{args.checkpoint}: template 'plain' (stage 1) has no questions; evaluate a stage-2 checkpoint"
         )
-    name = args.conv_template or config.mm_conv_version
-    chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
-    chosen["context"] = context_length(config)
     own = other_settings(read_generation_config(args.checkpoint))
     if note := unused(args.checkpoint, own):
         print(f"note: {note}")
+    chosen = {"conv_template": args.conv_template or config.mm_conv_version, "limit": args.limit}
+    chosen |= {"mmlu_fewshot": args.mmlu_fewshot, "context": context_length(config)}
     chosen |= evaluation_record(own, "as each task says; greedy where it says nothing")
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
-
-
-def differences(before: Results, now: Results) -> list[str]:
-    """What the scores depend on and two runs differ in."""
-    changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
-    changed += [name for name in IDENTITY if before.settings.get(name) != now.settings[name]]
-    other = [name for name in now.versions if name != LLAVA_COMMIT and before.versions.get(name) != now.versions[name]]
-    return changed + [name if name == LLAVA_CODE else f"{name} version" for name in other]
-
-
-def versions() -> dict[str, str | None]:
-    """What the scores depend on besides checkpoint, settings and data, and this tree's commit."""
-    packages = {name: version_of(name) for name in PACKAGES}
-    return packages | {LLAVA_CODE: code_digest(EVALUATION), LLAVA_COMMIT: git_commit()}
-
-
-def is_finished(task: Task, results: Results, places: dict[str, Path | None]) -> bool:
-    """Whether the task's result is there and was made from the same data."""
-    return task.name in results.tasks and results.tasks[task.name].data == data_fingerprint(task, places[task.name])
 
 
 def now() -> str:

@@ -7,7 +7,6 @@ wrong: a failure may be an empty answer, an answer that is an error text, a miss
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ from llava.utils.paths import CODE
 from llava.utils.processes import last_lines, start, wait
 from llava.utils.progress import EVERY
 
+LOG = "log.txt"
+SHOWN_PROBLEMS = 20
 ERROR_TEXTS = re.compile(
     r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)",
     re.IGNORECASE,
@@ -36,22 +37,14 @@ ERROR_TEXTS = re.compile(
 
 
 class EvaluationError(RuntimeError):
-    """A task failed; `problems` are one line each and name the samples at fault."""
+    """A task failed; the message has a line for each problem, which names the sample at fault."""
 
-    def __init__(self, task: str, problems: list[str], shown: int = 20):
-        self.problems = problems
-        rest = f"\n  ... and {len(problems) - shown} more" if len(problems) > shown else ""
-        super().__init__(f"{task} failed:\n  " + "\n  ".join(problems[:shown]) + rest)
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
+    def __init__(self, task: str, *problems: str):
+        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] * (len(problems) > SHOWN_PROBLEMS)
+        super().__init__("\n  ".join([f"{task} failed:", *problems[:SHOWN_PROBLEMS], *more]))
 
 
-def require_harnesses(tasks: list[Task]) -> None:
-    """Raises ValueError unless the harnesses of `tasks` are installed."""
-    for name in dict.fromkeys(task.harness for task in tasks):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed; run: EXTRAS=eval bash scripts/setup.sh")
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def data_place(task: Task, data_dir: Path | None) -> Path | None:
@@ -60,33 +53,22 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
     Raises:
         ValueError: it should be local, and is missing.
     """
-    for folder in ([] if data_dir is None else [data_dir]) + ([OWN_DATA] if task.own else []):
+    folders = [folder for folder in (data_dir, OWN_DATA if task.own else None) if folder]
+    for folder in folders:
         if (folder / task.dataset / "README.md").is_file():
             return folder.resolve()
-    if task.own:
-        raise ValueError(
-            f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout"
-        )
-    if data_dir is not None:
-        raise ValueError(
-            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set "
-            "there, as docs/evaluate.md describes"
-        )
-    return None
+    if not folders:
+        return None
+    advice = "run: python -m playground heldout" if task.own else "docs/evaluate.md says what --data-dir holds"
+    raise ValueError(f"--tasks {task.name}: {folders[-1] / task.dataset}/README.md is missing; {advice}")
 
 
 def token_fault(tasks: Sequence[Task]) -> str:
-    """Why lmms-eval could not load these tasks' data sets from the hub, or nothing.
-
-    It asks for a token even where they are public.
-    """
-    asking = [task.name for task in tasks if task.harness == "lmms_eval"]
-    if not asking or constants.HF_HUB_OFFLINE or get_token():  # offline it takes what was loaded before
+    """Why lmms-eval could not load these tasks' data sets from the hub, or nothing."""
+    names = ", ".join(task.name for task in tasks if task.harness == "lmms_eval")
+    if not names or constants.HF_HUB_OFFLINE or get_token():  # offline it takes what was loaded before
         return ""
-    return (
-        f"{', '.join(asking)}: lmms-eval loads data sets of the hub with a token only, public ones too; run: hf auth "
-        "login, or set HF_TOKEN"
-    )
+    return f"{names}: lmms-eval loads public data sets with a token only; run: hf auth login, or set HF_TOKEN"
 
 
 def data_fingerprint(task: Task, place: Path | None) -> str | None:
@@ -102,56 +84,38 @@ def datasets_cache(tasks: Sequence[Task], place: Path) -> Path:
 
     The library itself names it by the data set's name, and so would return another folder's data, or older ones.
     """
-    contents = "-".join(fingerprint(place / name, deep=True) for name in sorted({task.dataset for task in tasks}))
+    contents = "-".join(sorted({str(data_fingerprint(task, place)) for task in tasks}))
     folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
     return Path(folder, f"llava-{hashlib.sha256(contents.encode()).hexdigest()[:16]}").absolute()
 
 
-def process_groups(
-    tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int
-) -> list[list[Task]]:
-    """The tasks of each process: one, or with `together` all that have harness and data folder in common."""
-    groups: dict[object, list[Task]] = {}
-    for task in tasks:
-        few_shot = task.name == "mmlu" and mmlu_fewshot  # a process has one number of examples for all its tasks
-        key = (task.harness, places[task.name], few_shot) if together else task.name
-        groups.setdefault(key, []).append(task)
-    return list(groups.values())
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_group(
+def run_harness(
     tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
-) -> Iterator[tuple[Task, TaskResult | EvaluationError]]:
-    """Runs one harness process and yields each of its tasks with its result or its error.
+) -> tuple[Path, int, float]:
+    """Runs one harness process; returns the folder of its files and `LOG`, its exit status, its seconds.
 
     Raises:
-        ValueError: the folder for the harness's files holds something else.
+        ValueError: the folder holds something else.
     """
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
-    log = folder / "log.txt"
+    log = folder / LOG
     if folder.exists() and not log.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists and has no log.txt of an earlier evaluation; give another --output-dir")
+        raise ValueError(f"{folder} exists and has no {LOG} of an earlier evaluation; give another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     print(f"{title}: running, log in {log}", flush=True)
     begun = time.monotonic()
     command = harness_command(tasks, folder, args, settings)
     status = run_logged(command, log, cwd=place or folder, env=environment(tasks, args, place), title=title)
-    seconds = (time.monotonic() - begun) / len(tasks)
-    for task in tasks:
-        try:
-            if status:
-                said = [f"the harness ended with exit status {status}; the end of {log}:", *last_lines(log, 15)]
-                hint = [] if place else [f"{task.dataset} comes from the hub; without a network give --data-dir"]
-                raise EvaluationError(task.name, said + hint)
-            yield task, collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty)
-        except EvaluationError as error:
-            yield task, error
+    return folder, status, time.monotonic() - begun
 
 
 def run_logged(command: list[str], log: Path, cwd: Path, env: Mapping[str, str], title: str) -> int:
-    """Runs `command` with all its output in `log`, and returns its exit status; says now and then how far it is."""
+    """Runs `command` with its output in `log`, whose last line is printed now and then; returns the exit status."""
     with log.open("w", encoding="utf-8") as output:
         process = start(command, env, output, cwd=cwd)
 
@@ -163,36 +127,28 @@ def run_logged(command: list[str], log: Path, cwd: Path, env: Mapping[str, str],
 
 def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
     """The command line of one harness process."""
-    harness = tasks[0].harness
-    path = Path(args.checkpoint)
-    pretrained = str(path.resolve()) if path.exists() else args.checkpoint
+    pretrained = str(Path(args.checkpoint).resolve()) if Path(args.checkpoint).exists() else args.checkpoint
     if "," in pretrained or "=" in pretrained:
         raise ValueError(f"{pretrained}: the harnesses cannot take a path with a comma or an equals sign; link it")
-    launcher = ["-m"]
+    command, names = [sys.executable], [task.name for task in tasks]
     if args.num_gpus > 1:
-        launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(args.num_gpus), "--num_machines", "1"]
-        launcher += ["--main_process_port", "0", "--multi_gpu", "--mixed_precision", "no"]
-        launcher += ["--dynamo_backend", "no", "-m"]
-    device = "cuda" if args.num_gpus else "cpu"
-    model_args = {"pretrained": pretrained}
-    if harness == "lmms_eval":
-        model = "llava"
-        model_args |= {"conv_template": settings["conv_template"]}
-        model_args |= {} if args.num_gpus else {"device_map": "auto"}  # else it takes the process's own GPU
+        command += ["-m", "accelerate.commands.launch", "--num_processes", str(args.num_gpus), "--num_machines", "1"]
+        command += ["--main_process_port", "0", "--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["-m", "llava.eval.launch", tasks[0].harness]
+    if tasks[0].harness == "lmms_eval":
+        place = "" if args.num_gpus else ",device_map=auto"  # else it takes the process's own GPU
+        model = f"pretrained={pretrained},conv_template={settings['conv_template']}{place}"
         # Without DEBUG lmms-eval catches what went wrong and ends with status 0.
-        extra = ["--verbosity", "DEBUG"] + ["--include_path", str(OWN_TASKS)] * any(task.own for task in tasks)
+        command += ["--model", "llava", "--model_args", model, "--verbosity", "DEBUG"]
+        command += ["--include_path", str(OWN_TASKS)] if any(task.own for task in tasks) else []
     else:
-        model = "hf"
-        model_args |= {"dtype": "auto" if args.num_gpus else "float32"}
-        model_args |= {"max_length": str(settings["context"])}  # it knows no rope scaling
-        extra = ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in [task.name for task in tasks] else []
-    return [
-        *(sys.executable, *launcher, "llava.eval.launch", harness, "--model", model),
-        *("--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())),
-        *("--tasks", ",".join(task.name for task in tasks), "--batch_size", str(args.batch_size)),
-        *("--device", device, "--output_path", str(folder), "--log_samples", *extra),
-        *(["--limit", str(args.limit)] if args.limit else []),
-    ]
+        dtype = "auto" if args.num_gpus else "float32"
+        model = f"pretrained={pretrained},dtype={dtype},max_length={settings['context']}"  # it knows no rope scaling
+        command += ["--model", "hf", "--model_args", model]
+        command += ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in names else []
+    command += ["--tasks", ",".join(names), "--batch_size", str(args.batch_size)]
+    command += ["--device", "cuda" if args.num_gpus else "cpu", "--output_path", str(folder), "--log_samples"]
+    return command + (["--limit", str(args.limit)] if args.limit else [])
 
 
 def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | None) -> dict[str, str]:
@@ -200,9 +156,7 @@ def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | N
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     if place is not None:
         env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(datasets_cache(tasks, place))}
-    if args.num_gpus == 0:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return env
+    return env if args.num_gpus else env | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 # --- what it left ----------------------------------------------------------------------------------------------------
@@ -217,15 +171,14 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
     """
     value, counts = read_score(task, folder)
     records = read_records(task, folder, counts)
-    if problems := record_problems(task, records, allow_empty):
-        raise EvaluationError(task.name, problems)
+    if problems := [text for record in records if (text := record_problem(task, record, allow_empty))]:
+        raise EvaluationError(task.name, *problems)
     samples = task.samples(records)
     score = task.score(samples)
     if not math.isclose(task.percent(value, len(samples)), score, abs_tol=1e-3):
         fault = f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %"
-        raise EvaluationError(task.name, [f"{fault}; this version of the harness may compute it differently"])
-    chance = task.chance(records) if callable(task.chance) else task.chance
-    return TaskResult(task.metric, score, samples, chance, seconds, data)
+        raise EvaluationError(task.name, f"{fault}; this version of the harness may compute it differently")
+    return TaskResult(task.metric, score, samples, task.chance_of(records), seconds, data)
 
 
 def read_score(task: Task, folder: Path) -> tuple[float, dict[str, dict[str, int]]]:
@@ -236,13 +189,11 @@ def read_score(task: Task, folder: Path) -> tuple[float, dict[str, dict[str, int
     """
     files = sorted([*folder.rglob("*_results.json"), *folder.rglob("results_*.json")], key=lambda f: f.stat().st_mtime)
     if not files:
-        raise EvaluationError(task.name, [f"{folder}: the harness ended without writing results"])
+        raise EvaluationError(task.name, f"{folder}: the harness ended without writing results")
     results = json.loads(files[-1].read_text(encoding="utf-8"))
     scores = results["results"].get(task.name) or results.get("groups", {}).get(task.name) or {}
-    value = scores.get(task.metric)
-    if not isinstance(value, int | float):
-        keys = ", ".join(scores) or "nothing"
-        raise EvaluationError(task.name, [f"{files[-1]}: expected a number {task.metric} for it, found {keys}"])
+    if not isinstance(value := scores.get(task.metric), int | float):
+        raise EvaluationError(task.name, f"{files[-1]}: expected a number {task.metric} for it, found {[*scores]}")
     return value, results["n-samples"]
 
 
@@ -255,51 +206,32 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     Raises:
         EvaluationError: a sample is missing or doubled.
     """
-    own = {name: count for name, count in counts.items() if name == task.name or name.startswith(task.name + "_")}
-    if task.name in own:
-        own = {task.name: own[task.name]}  # `scienceqa` beside `scienceqa_img`
+    prefix = f"{task.name}_"
+    names = [task.name] if task.name in counts else [name for name in counts if name.startswith(prefix)]
     problems, records = [], []
-    for name, count in own.items():
+    for name in names:
         files = [*folder.rglob(f"*_samples_{name}.jsonl"), *folder.rglob(f"samples_{name}_[0-9]*.jsonl")]
         lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
-        samples = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
-        if name != task.name:
-            samples = [record | {"subtask": name.removeprefix(task.name + "_")} for record in samples]
-        problems += count_problems(name, samples, int(count["effective"]))  # with --limit it may be 8.0
-        records += samples
+        samples = sorted(map(json.loads, lines), key=lambda record: record["doc_id"])
+        times = Counter(record["doc_id"] for record in samples)
+        expected = int(counts[name]["effective"])  # with --limit it may be 8.0
+        odd = [index for index in sorted({*times, *range(expected)}) if times[index] != 1]
+        problems += [f"{name}, doc {index}: {times[index]} samples instead of one" for index in odd]
+        subtask = {} if name == task.name else {"subtask": name.removeprefix(prefix)}
+        records += [record | subtask for record in samples]
     if problems or not records:
-        raise EvaluationError(task.name, problems or [f"{folder}: the harness wrote no samples"])
+        raise EvaluationError(task.name, *(problems or [f"{folder}: the harness wrote no samples"]))
     return records
 
 
-def count_problems(name: str, records: Sequence[Record], expected: int) -> list[str]:
-    """What is wrong with the number of samples; the harness numbers them from 0."""
-    seen = Counter(record["doc_id"] for record in records)
-    missing = [str(index) for index in range(expected) if index not in seen]
-    doubled = [str(index) for index, count in seen.items() if count > 1]
-    problems = []
-    if missing:
-        problems.append(f"{name}: {len(missing)} of {expected} samples are missing: doc {_listed(missing)}")
-    if doubled:
-        problems.append(f"{name}: {len(doubled)} samples are there more than once: doc {_listed(doubled)}")
-    return problems
-
-
-def _listed(items: list[str], shown: int = 20) -> str:
-    return ", ".join(items[:shown]) + (", ..." if len(items) > shown else "")
-
-
-def record_problems(task: Task, records: Sequence[Record], allow_empty: bool) -> list[str]:
-    """One line for every sample with an empty answer, an error text, or a likelihood that is not a number."""
-    problems = []
-    for record in records:
-        answer = answer_of(record)
-        if not task.generates:
-            values = [response[0] for response in record["filtered_resps"]]
-            fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
-        elif not answer:
-            fault = "" if allow_empty else "empty answer (--allow-empty counts it as wrong)"
-        else:
-            fault = f"an error text instead of an answer: {answer[:100]!r}" if ERROR_TEXTS.match(answer) else ""
-        problems += [f"doc {doc_id(record)}: {fault}"] if fault else []
-    return problems
+def record_problem(task: Task, record: Record, allow_empty: bool) -> str:
+    """A line for a sample with an empty answer, an error text, or a likelihood that is not a number; else nothing."""
+    answer, fault = answer_of(record), ""
+    if task.harness == "lm_eval":
+        values = [response[0] for response in record["filtered_resps"]]
+        fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
+    elif not answer and not allow_empty:
+        fault = "empty answer (--allow-empty counts it as wrong)"
+    elif ERROR_TEXTS.match(answer):
+        fault = f"an error text instead of an answer: {answer[:100]!r}"
+    return f"doc {doc_id(record)}: {fault}" if fault else ""

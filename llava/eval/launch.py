@@ -7,22 +7,15 @@ types are registered with transformers' Auto classes, by which lm-eval loads mod
 import runpy
 import sys
 
-HARNESSES = ("lmms_eval", "lm_eval")
-
 
 def main() -> None:
-    """Runs the harness that the first argument names, with the remaining arguments; status 2 if it names none."""
-    harness = "".join(sys.argv[1:2])
-    if harness in ("-h", "--help"):
-        print((__doc__ or "").rstrip())
-        return
-    if harness not in HARNESSES:
-        print(f"error: llava.eval.launch {harness}: expected one of {', '.join(HARNESSES)}", file=sys.stderr)
-        sys.exit(2)
+    """Runs the harness that the first argument names, with the remaining arguments."""
+    if sys.argv[1:2] not in (["lmms_eval"], ["lm_eval"]):
+        sys.exit("usage: python -m llava.eval.launch lmms_eval|lm_eval ARGUMENTS")
     import llava.model.language_model.families  # noqa: F401  registers the model types; takes seconds
 
-    sys.argv = sys.argv[1:]
-    runpy.run_module(harness, run_name="__main__", alter_sys=True)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

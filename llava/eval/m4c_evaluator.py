@@ -1,15 +1,14 @@
-"""TextVQA and ST-VQA scores under the names that LLaVA's programs import, from the metrics' published definitions.
+"""TextVQA and ST-VQA scores under the names that LLaVA's programs import, by lmms-eval's own metrics.
 
-An answer is normalised as the VQA challenge does (https://visualqa.org/evaluation.html), by lmms-eval's own class.
+An answer is normalised as the VQA challenge does (https://visualqa.org/evaluation.html).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lmms_eval.api.metrics import levenshtein_distance
 from lmms_eval.tasks._task_utils.vqa_eval_metric import EvalAIAnswerProcessor
-
-from llava.utils.progress import progress
 
 ANNOTATORS = 10
 """Human answers to each question of TextVQA and VQA v2."""
@@ -19,25 +18,24 @@ Entry = Mapping[str, Any]
 """`pred_answer`, the answer to score, and `gt_answers`, the right ones."""
 
 
-def _mean(score: Callable[[Entry], float], entries: Sequence[Entry]) -> float:
-    if not entries:
-        raise ValueError("expected at least one answer to score, found none")
-    return sum(map(score, progress(entries, "scoring", "answers"))) / len(entries)
-
-
-class TextVQAAccuracyEvaluator:
-    """The soft accuracy of TextVQA and VQA v2: an answer that three of nine annotators gave is right."""
+class _Evaluator:
+    """The mean of an answer's `_score`."""
 
     def __init__(self) -> None:
         self.answer_processor = EvalAIAnswerProcessor()
 
     def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
-        """Mean score in [0, 1].
+        """Mean score in [0, 1]; raises ValueError without answers, or for an entry that cannot be scored."""
+        if not pred_list:
+            raise ValueError("expected at least one answer to score, found none")
+        return sum(map(self._score, pred_list)) / len(pred_list)
 
-        Raises:
-            ValueError: no answers, or an entry without ten right ones.
-        """
-        return _mean(self._score, pred_list)
+    def _score(self, entry: Entry) -> float:
+        raise NotImplementedError
+
+
+class TextVQAAccuracyEvaluator(_Evaluator):
+    """The soft accuracy of TextVQA and VQA v2: an answer that three of nine annotators gave is right."""
 
     def _score(self, entry: Entry) -> float:
         # The mean over the ten ways to leave one annotator out; those who agree with the answer see one fewer.
@@ -48,27 +46,16 @@ class TextVQAAccuracyEvaluator:
         return (same * min(3, max(0, same - 1)) + (ANNOTATORS - same) * min(3, same)) / (3 * ANNOTATORS)
 
 
-class STVQAAccuracyEvaluator:
+class STVQAAccuracyEvaluator(_Evaluator):
     """The share of answers that equal a right one."""
-
-    def __init__(self) -> None:
-        self.answer_processor = EvalAIAnswerProcessor()
-
-    def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
-        """Mean score in [0, 1]; raises ValueError if there is no answer."""
-        return _mean(self._score, pred_list)
 
     def _score(self, entry: Entry) -> float:
         right = set(map(self.answer_processor, entry["gt_answers"]))
         return float(self.answer_processor(entry["pred_answer"]) in right)
 
 
-class STVQAANLSEvaluator:
+class STVQAANLSEvaluator(_Evaluator):
     """ANLS: one minus the edit distance over the longer text's length, 0 below one half (arXiv 1905.13648)."""
-
-    def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
-        """Mean, over the answers, of the best similarity to a right one; raises ValueError if there is no answer."""
-        return _mean(self._score, pred_list)
 
     def _score(self, entry: Entry) -> float:
         return max(self.get_anls(entry["pred_answer"], right) for right in entry["gt_answers"])
@@ -76,14 +63,5 @@ class STVQAANLSEvaluator:
     def get_anls(self, s1: str, s2: str) -> float:
         """The similarity of two texts in [0, 1]; case and outer space do not count."""
         first, second = s1.lower().strip(), s2.lower().strip()
-        similarity = 1 - _edit_distance(first, second) / max(len(first), len(second), 1)
+        similarity = 1 - levenshtein_distance(first, second) / max(len(first), len(second), 1)
         return similarity if similarity >= LEAST_SIMILARITY else 0.0
-
-
-def _edit_distance(first: str, second: str) -> int:
-    row = list(range(len(second) + 1))
-    for i, left in enumerate(first, 1):
-        before, row = row, [i]
-        for j, right in enumerate(second, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (left != right)))
-    return row[-1]

@@ -30,11 +30,9 @@ IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm minus the baseline on one benchmark, or over the mean of several.
+    """An arm minus the baseline in points (percent), over other questions like these: bounds of the 95 % interval.
 
     Attributes:
-        delta: points (percent) over all seeds.
-        low, high: bounds of the 95 % interval, in points.
         by_seed: points of each seed.
         won, lost: questions that the arm answers better, and worse, on average over the seeds.
         p: of the exact two-sided sign test on them; with one seed and right-or-wrong answers McNemar's.
@@ -54,13 +52,22 @@ class Difference:
         return IMPROVED if self.low > 0 else WORSE if self.high < 0 else UNCHANGED
 
 
+@dataclass(frozen=True)
+class SeedDifference:
+    """An arm minus the baseline, by Student's t over their paired seeds: mean, bounds, standard deviation, p."""
+
+    delta: float
+    low: float
+    high: float
+    deviation: float
+    p: float
+    by_seed: tuple[float, ...]
+
+
 def compare_benchmarks(
-    differences: Sequence[np.ndarray],
-    strata: Sequence[np.ndarray | None],
-    seed: int = 0,
-    resamples: int = RESAMPLES,
+    differences: Sequence[np.ndarray], strata: Sequence[np.ndarray | None], seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[list[Difference], Difference]:
-    """One result for every benchmark, and one for their mean, over other questions like these.
+    """One result for every benchmark, and one for their mean.
 
     Args:
         differences: for every benchmark, arm minus baseline [S, N], each from -1 to 1; seeds in the same order.
@@ -79,28 +86,14 @@ def compare_benchmarks(
     return results, _difference(np.mean(centres, axis=0), np.mean(drawn, axis=0), won, lost)
 
 
-@dataclass(frozen=True)
-class SeedDifference:
-    """An arm minus the baseline, by Student's t over their paired seeds.
-
-    Attributes:
-        delta: mean over the seeds.
-        low, high: bounds of the interval.
-        deviation: standard deviation of the seeds' differences.
-        p: of the two-sided test.
-        by_seed: the difference of each seed.
-    """
-
-    delta: float
-    low: float
-    high: float
-    deviation: float
-    p: float
-    by_seed: tuple[float, ...]
+def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int) -> Difference:
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    delta, low, high = (100 * float(value) for value in (by_seed.mean(), low, high))
+    return Difference(delta, low, high, tuple(100 * float(value) for value in by_seed), won, lost, sign_test(won, lost))
 
 
 def compare_seeds(by_seed: Sequence[float], confidence: float = CONFIDENCE) -> SeedDifference:
-    """The mean of paired differences with its interval and test; the questions are those asked.
+    """The mean of paired differences with its interval and two-sided test; the questions are those asked.
 
     Raises:
         ValueError: fewer than two seeds, whose variance is unknown.
@@ -139,14 +132,6 @@ def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int)
     distinct, counts = np.unique(np.append(values, (1.0, -1.0)), return_counts=True)
     total = int(counts.sum())
     return rng.multinomial(total, counts / total, size=resamples) @ distinct / total
-
-
-def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int) -> Difference:
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    points = tuple(100 * float(value) for value in by_seed)
-    return Difference(
-        100 * float(by_seed.mean()), 100 * float(low), 100 * float(high), points, won, lost, sign_test(won, lost)
-    )
 
 
 def sign_test(won: int, lost: int) -> float:

@@ -5,7 +5,7 @@ answer. A line of a question file has its words under `text` and its pictures, i
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
 from llava.utils.progress import progress
 
+SHOWN_FAULTS = 10
 _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
 
 
@@ -49,6 +50,9 @@ class QuestionRecords(Sequence[Question]):
         image_folder: pictures are looked up below it; a folder or zip file.
         part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
+    Attributes:
+        images: opens the pictures as they are stored; `store(orientation=...)` makes one that turns them.
+
     Raises:
         DataError, OSError: nothing readable there.
     """
@@ -56,13 +60,10 @@ class QuestionRecords(Sequence[Question]):
     def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
         with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
-        others = self.records.image_folders
-        options = {"others": others, "setting": "--image-folder"}
-        self._store = partial(ImageStore, image_folder, **options)
-        self.images = self._store()
+        self.store = partial(ImageStore, image_folder, others=self.records.image_folders, setting="--image-folder")
+        self.images = self.store()
         size = -(-len(self.records) // part[1])
-        start = min(part[0] * size, len(self.records))
-        self.places = range(start, min(start + size, len(self.records)))
+        self.places = range(len(self.records))[part[0] * size : (part[0] + 1) * size]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -85,47 +86,48 @@ class QuestionRecords(Sequence[Question]):
         question = as_question(record, place)
         return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
 
-    def show_as(self, orientation: str) -> None:
-        """Opens and measures the pictures from now on as a checkpoint with this `image_orientation` sees them."""
-        self.images = self._store(orientation=orientation)
-
     def named(self, index: int) -> str:
         """The name of a question in messages."""
         return name_of(self.records, self.places[index])
 
     def pictures_content(self) -> str:
         """A digest of the questions' pictures, wherever their folder is."""
-        return self.images.content(self._pictures())
 
-    def _pictures(self) -> Iterator[ImagePlace]:
-        for place in progress(range(len(self)), "reading pictures of", "questions"):
-            with suppress(ValueError):  # no question, which is reported where questions are checked
-                yield from self[place].asked.pictures
+        def pictures() -> Iterator[ImagePlace]:
+            for index in progress(range(len(self)), "reading pictures of", "questions"):
+                with suppress(ValueError):  # no question, which `check` reports
+                    yield from self[index].asked.pictures
 
-    def picture_sizes(self, index: int, decode: bool = False) -> list[Size]:
-        """Width and height of a question's pictures, by their headers, or by decoding them.
+        return self.images.content(pictures())
+
+    def check(self, refuse: Callable[[int, Question, list[Size]], None], setting: str = "--data") -> None:
+        """Calls `refuse` with the index of each question, the question, and the sizes of its pictures.
 
         Raises:
-            ValueError: the record has no question, or a picture is missing or damaged.
+            ValueError: it raised one, or a record or picture is invalid; the message names records and faults.
         """
-        pictures = self[index].asked.pictures
-        return [self.images.open(place).size if decode else self.images.size(place) for place in pictures]
+        faults = []
+        for index in progress(range(len(self)), "checking", "questions"):
+            try:
+                refuse(index, question := self[index], [self.images.size(place) for place in question.asked.pictures])
+            except ValueError as error:
+                faults.append(f"{self.named(index)}: {error}")
+        if faults:
+            more = [f"and {len(faults) - SHOWN_FAULTS} more"] * (len(faults) > SHOWN_FAULTS)
+            shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
+            raise ValueError(f"{setting}: {len(faults)} of {len(self)} questions cannot be used; fix them:\n  {shown}")
 
 
 def as_conversation(line: Record) -> Record:
     """A line of a question file in LLaVA's form; its pictures come first where its text does not place them."""
     text, pictures = line["text"], record_images(line)
     if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):
-        text = f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + text
+        text = _SHOWN * len(pictures) + text
     return line | {"conversations": [{"from": "human", "value": text}]}
 
 
 def as_question(record: Record, place: int) -> Question:
-    """The question of a record that `record_problem` accepts.
-
-    Raises:
-        ValueError: it has no human's turn.
-    """
+    """The question of a record that `record_problem` accepts; raises ValueError if it has no human's turn."""
     turns = record["conversations"]
     asking = [number for number, turn in enumerate(turns) if turn["from"] == "human"]
     if not asking:
@@ -133,6 +135,7 @@ def as_question(record: Record, place: int) -> Question:
     end = asking[-1] + 1
     shown = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in turns[:end])
     identifier = next((record[key] for key in ("question_id", "id") if record.get(key) is not None), place)
+    asked = Asked(turns[:end], record_images(record)[:shown])
     prompt = shown * _SHOWN + turns[end - 1]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
     expected = turns[end]["value"] if len(turns) > end else record.get("expected")
-    return Question(identifier, Asked(turns[:end], record_images(record)[:shown]), prompt, expected, record.get("kind"))
+    return Question(identifier, asked, prompt, expected, record.get("kind"))

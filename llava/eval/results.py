@@ -1,17 +1,9 @@
 """The result file of an evaluation: what `scripts/evaluate.sh` writes and what comparisons and reports read.
 
-`results.json` in the output folder of one checkpoint:
-
-    {"format": 1, "checkpoint": str, "fingerprint": str, "command": str, "versions": {package: version or null},
-     "settings": {name: value}, "created": ISO 8601 time,
-     "tasks": {task: {"metric": str, "score": 0..100, "chance": 0..100 or null, "seconds": float,
-                      "data": str or null,
-                      "samples": [{"id": str, "score": 0..1, "answer": str, "target": str, "group": str or null,
-                                   "log_probability": float or null}]}}}
+`results.json` in the output folder of one checkpoint is `Results` as JSON, with a `format`.
 """
 
 import json
-from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,19 +19,6 @@ LLAVA_CODE = "llava (code)"
 CONTROLS = UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = "untouched", "blank", "shuffled", "text-only"
 """Folders with the results of a checkpoint as it is, and with its pictures removed in three ways."""
 
-PAPER_COLUMNS = {
-    "MMBench-EN": "mmbench_en_dev_static",
-    "MM-Star": "mmstar",
-    "POPE": "pope",
-    "SEED-Bench-2-Plus": "seedbench_2_plus",
-    "OCRBench": "ocrbench",
-    "ScienceQA": "scienceqa",
-    "AI2D": "ai2d",
-    "HellaSwag": "hellaswag",
-    "MMLU": "mmlu",
-}
-"""Columns of the paper's Table 4 in its order, and their tasks. All are percent, OCRBench's 0 to 1000 divided by 10."""
-
 
 @dataclass(frozen=True)
 class Answered:
@@ -48,8 +27,8 @@ class Answered:
     Attributes:
         id: the same for every checkpoint, so that runs can be paired; unique in the task.
         score: 0 (wrong) to 1 (right).
-        answer: what the model said; for tasks scored by likelihood, the likeliest choice.
-        target: what was expected.
+        answer: the model's; for tasks scored by likelihood, the likeliest choice.
+        target: the expected answer.
         group: the kind of question, such as a subject, where the task has kinds.
         log_probability: of the target, in nats (`Assistant.log_probabilities`); None where it was not computed.
     """
@@ -81,14 +60,6 @@ class TaskResult:
     chance: float | None
     seconds: float
     data: str | None = None
-
-    def by_group(self) -> dict[str, float]:
-        """Mean score of each kind of question in percent, in order of first sight; empty where there are no kinds."""
-        groups: dict[str, list[float]] = defaultdict(list)
-        for sample in self.samples:
-            if sample.group is not None:
-                groups[sample.group].append(sample.score)
-        return {name: 100 * sum(scores) / len(scores) for name, scores in groups.items()}
 
 
 @dataclass
@@ -131,18 +102,13 @@ def read_results(path: str | Path) -> Results:
     path = path / RESULTS_FILE if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if (version := content.pop("format", None)) != FORMAT:
+            raise ValueError(f"format {version!r}, expected {FORMAT}")
+        for name, task in content["tasks"].items():
+            samples = [Answered(**sample) for sample in task["samples"]]
+            content["tasks"][name] = TaskResult(**task | {"samples": samples})
+        return Results(**content)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; make it with: bash scripts/evaluate.sh CKPT") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error}); remove it and evaluate again") from error
-    version = content.pop("format", None) if isinstance(content, dict) else None
-    if version != FORMAT:
-        raise ValueError(f"{path}: format {version!r}, expected {FORMAT}; evaluate again with this version")
-    try:
-        tasks = {
-            name: TaskResult(**task | {"samples": [Answered(**sample) for sample in task["samples"]]})
-            for name, task in content.pop("tasks").items()
-        }
-        return Results(**content, tasks=tasks)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a result file of format {FORMAT} ({error}); evaluate again") from error

@@ -9,7 +9,8 @@ from typing import Any
 
 from llava.asking_flags import add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
-from llava.utils.commands import Parser, exit_status, whole
+from llava.eval.answer import add_decoding_arguments, decoding_options
+from llava.utils.commands import Parser, exit_status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,13 +23,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = Parser(prog="python -m llava.eval.run_llava", description=__doc__.splitlines()[0])
     add_model_arguments(top)
+    add_decoding_arguments(top, temperature=0.2)
     top.add_argument("--image-file", required=True, help="path or http(s) address; several joined by --sep")
     top.add_argument("--query", required=True, help="the question")
     top.add_argument("--sep", default=",", help="what separates several pictures (default: a comma)")
-    top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
-    top.add_argument("--top_p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
-    top.add_argument("--num_beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--max_new_tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
     return top
 
 
@@ -40,24 +38,16 @@ def eval_model(args: Any) -> str:
             for every picture.
     """
     from llava.asking import is_captioner, load_assistant, load_picture  # these take seconds
-    from llava.model.decoding import evaluation_options, unused
+    from llava.model.decoding import unused
 
-    sources = args.image_file.split(args.sep)
-    pictures = [load_picture(source.strip()) for source in sources]
+    pictures = [load_picture(source.strip()) for source in args.image_file.split(args.sep)]
     question = place_images(args.query, len(pictures))
     assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
-    if is_captioner(assistant.template):
-        print(
-            f"note: {args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query",
-            file=sys.stderr,
-        )
-    if note := unused(args.model_path, assistant.model.file_decoding):
-        print(f"note: {note}", file=sys.stderr)
-    (answer,) = assistant.answer(
-        [[{"from": "human", "value": question}]],
-        pictures,
-        **evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams),
-    )
+    captions = f"{args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query"
+    for note in (captions * is_captioner(assistant.template), unused(args.model_path, assistant.model.file_decoding)):
+        if note:
+            print(f"note: {note}", file=sys.stderr)
+    (answer,) = assistant.answer([[{"from": "human", "value": question}]], pictures, **decoding_options(args))
     print(answer)
     return answer
 

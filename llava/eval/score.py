@@ -11,37 +11,24 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llava.eval.answer_file import recorded
+from llava.eval.answer import recorded
 from llava.eval.paired import compare_benchmarks
 from llava.eval.results import Answered, TaskResult
+from llava.eval.tasks import mean
 from llava.utils.commands import Parser, exit_status
 from llava.utils.intervals import share_interval
 from llava.utils.presentation import format_table
 from llava.utils.scoring import KINDS, READERS, can_expect, is_right
 
+if TYPE_CHECKING:
+    from llava.eval.question_records import Question
+
 DEFAULT_KIND = "exact"
-SHOWN = 5  # question ids that a message lists
-ALL = "all"
-
-
-class Scored(NamedTuple):
-    """One answer: its question's id, kind and metric, what was said and expected, and whether it is right."""
-
-    identifier: str
-    kind: str
-    metric: str
-    answer: str
-    expected: str
-    right: bool
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the answer has what its metric reads: a yes or no, a letter, a number."""
-        return self.metric not in READERS or READERS[self.metric](self.answer) is not None
+Rows = list[dict[str, Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,11 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     top = Parser(prog="python -m llava.eval.score", description=__doc__.splitlines()[0])
     top.add_argument("answers", type=Path, help="file of answers, as python -m llava.eval.answer writes it")
     top.add_argument("other", type=Path, nargs="?", help="answers to the same questions, compared with the first")
-    top.add_argument(
-        "--metric",
-        choices=KINDS,
-        help=f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)",
-    )
+    metric = f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)"
+    top.add_argument("--metric", choices=KINDS, help=metric)
     args = top.parse_args(argv)
     return exit_status(lambda: run(args))
 
@@ -66,19 +50,20 @@ def run(args: argparse.Namespace) -> None:
     """
     files = [args.answers, *([args.other] if args.other else [])]
     scored = [read_scored(file, args.metric) for file in files]
-    tables = {str(file): score_rows(answers) for file, answers in zip(files, scored, strict=True)}
+    tables = {str(file): score_rows(answers, args.metric) for file, answers in zip(files, scored, strict=True)}
+    has_unread = any(row["unread"] for rows in tables.values() for row in rows)
     if args.other:
         tables[f"{args.other} minus {args.answers}, points"] = difference_rows(files, *scored)
     print("\n\n".join(f"{title}\n{format_table(rows)}" for title, rows in tables.items()))
-    if any(not answer.is_read for answers in scored for answer in answers):
+    if has_unread:
         print("\nunread: answers that hold no yes or no, letter or number, or several of them; they count as wrong")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_scored(file: Path, metric: str | None = None) -> list[Scored]:
-    """Every answer of a file, scored.
+def read_scored(file: Path, metric: str | None = None) -> list[Answered]:
+    """Every answer of a file, scored; the group is the question's kind.
 
     Args:
         metric: of every answer, whatever its question's kind.
@@ -86,57 +71,47 @@ def read_scored(file: Path, metric: str | None = None) -> list[Scored]:
     Raises:
         ValueError, OSError: no such file, an incomplete one, or a record that cannot be scored; the message names it.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file; python -m llava.eval.answer writes it") from None
-    answers: dict[str, Scored] = {}
-    for number, line in enumerate(lines, 1):
+    answers: dict[str, Answered] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             answer = scored_line(json.loads(line), metric)
+            if answer.id in answers:
+                raise ValueError(f"question {answer.id} is answered twice; expected each id once")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fault = f"no field {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}, line {number}: {fault}") from None
-        if answer.identifier in answers:
-            raise ValueError(
-                f"{file}, line {number}: question {answer.identifier} is answered twice; expected each id once"
-            )
-        answers[answer.identifier] = answer
-    if not answers:
-        raise ValueError(f"{file}: no answers")
-    if (record := recorded(file)) and record["count"] != len(answers):
-        raise ValueError(
-            f"{file}: {len(answers)} of {record['count']} answers; python -m llava.eval.answer was stopped, rerun it"
-        )
+        answers[answer.id] = answer
+    expected = record["count"] if (record := recorded(file)) else max(1, len(answers))
+    if len(answers) != expected:
+        raise ValueError(f"{file}: {len(answers)} of {expected} answers; rerun python -m llava.eval.answer")
     return list(answers.values())
 
 
-def scored_line(line: Mapping, metric: str | None) -> Scored:
-    """One line of an answer file.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: it cannot be scored.
-    """
-    metadata = line.get("metadata") or {}
+def scored_line(line: Mapping, metric: str | None) -> Answered:
+    """One line of an answer file; raises ValueError, KeyError, TypeError or AttributeError if it cannot be scored."""
+    known = {**line, **(line.get("metadata") or {})}
     identifier = json.dumps(line["question_id"], ensure_ascii=False)
-    answer, expected = line["text"], metadata.get("expected", line.get("expected"))
-    kind = metadata.get("kind", line.get("kind"))
-    check_expected(f"question {identifier}", expected, kind, metric)
-    if not isinstance(answer, str):
-        raise ValueError(f"question {identifier}: expected the answer as text, found {answer!r}")
-    used = metric or kind or DEFAULT_KIND
-    return Scored(identifier, kind or used, used, answer, expected, is_right(used, answer, expected))
+    answer, expected, kind = line["text"], known.get("expected"), known.get("kind")
+    try:
+        used = metric_of(expected, kind, metric)
+        if not isinstance(answer, str):
+            raise ValueError(f"expected the answer as text, found {answer!r}")
+    except ValueError as error:
+        raise ValueError(f"question {identifier}: {error}") from None
+    expected = str(expected)
+    return Answered(identifier, float(is_right(used, answer, expected)), answer, expected, str(kind or used))
 
 
-def check_expected(name: str, expected: object, kind: object, metric: str | None = None) -> None:
-    """Raises ValueError unless a question, called `name`, has an expected answer that its kind can score."""
+def metric_of(expected: object, kind: object, metric: str | None = None) -> str:
+    """How a question is scored; raises ValueError unless it has an expected answer that this can score."""
     used = metric or kind or DEFAULT_KIND
     if used not in KINDS:
-        raise ValueError(f"{name}: kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
+        raise ValueError(f"kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
     if not isinstance(expected, str):
-        raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
+        raise ValueError("no expected answer; use records that end with one, or add a field 'expected'")
     if not can_expect(used, expected):
-        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {used}")
+        raise ValueError(f"{expected!r} cannot be the expected answer of a question of kind {used}")
+    return used
 
 
 def check_questions(data: str, image_folder: Path | None) -> None:
@@ -144,90 +119,67 @@ def check_questions(data: str, image_folder: Path | None) -> None:
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
     questions = QuestionRecords(data, str(image_folder) if image_folder else None)
-    names: dict[str, str] = {}
-    for place in range(len(questions)):
-        name = f"--questions {data}, {questions.named(place)}"
-        try:
-            questions.picture_sizes(place)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        question = questions[place]
-        check_expected(name, question.expected, question.kind)
+    places: dict[str, int] = {}
+
+    def has_score(index: int, question: "Question", sizes: object) -> None:
+        metric_of(question.expected, question.kind)
         identifier = json.dumps(question.identifier, ensure_ascii=False)
-        if identifier in names:
-            raise ValueError(f"{name}: the id {identifier} is also that of {names[identifier]}; expected each id once")
-        names[identifier] = questions.named(place)
+        if (first := places.setdefault(identifier, index)) != index:
+            raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
+
+    questions.check(has_score, f"--questions {data}")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def groups(answers: Sequence[Scored]) -> dict[str, list[int]]:
+def groups(answers: Sequence[Answered]) -> dict[str, list[int]]:
     """Places of the answers of each kind, and of all where there are several kinds."""
-    places_of_kind: dict[str, list[int]] = {}
-    for place, answer in enumerate(answers):
-        places_of_kind.setdefault(answer.kind, []).append(place)
-    return places_of_kind if len(places_of_kind) == 1 else places_of_kind | {ALL: list(range(len(answers)))}
+    kinds = list(dict.fromkeys(str(answer.group) for answer in answers))
+    places = {kind: [place for place, answer in enumerate(answers) if answer.group == kind] for kind in kinds}
+    return places if len(kinds) == 1 else places | {"all": list(range(len(answers)))}
 
 
-def score_rows(answers: Sequence[Scored]) -> list[dict[str, Any]]:
-    """Right answers of every kind in percent, with Wilson's 95 % interval."""
-    rows: list[dict[str, Any]] = []
+def score_rows(answers: Sequence[Answered], metric: str | None = None) -> Rows:
+    """Right answers of every kind in percent, with Wilson's 95 % interval; `metric` is that of `read_scored`."""
+    rows: Rows = []
     for kind, places in groups(answers).items():
         chosen = [answers[place] for place in places]
-        right = sum(answer.right for answer in chosen)
+        used = [metric or str(answer.group) for answer in chosen]
+        read = [name not in READERS or READERS[name](answer.answer) for name, answer in zip(used, chosen, strict=True)]
+        right = sum(answer.score == 1 for answer in chosen)
         low, high = (round(100 * end, 1) for end in share_interval(right, len(chosen)))
-        metrics = "+".join(dict.fromkeys(answer.metric for answer in chosen))
-        row: dict[str, Any] = {"kind": kind, "metric": metrics, "questions": len(chosen), "right": right}
-        row |= {"percent": f"{100 * right / len(chosen):.1f}", "95 % interval": f"{low} to {high}"}
-        rows.append(row | {"unread": sum(not answer.is_read for answer in chosen)})
+        row = {"kind": kind, "metric": "+".join(dict.fromkeys(used)), "questions": len(chosen), "right": right}
+        row |= {"percent": f"{mean(chosen):.1f}", "95 % interval": f"{low} to {high}", "unread": read.count(None)}
+        rows.append(row)
     return rows
 
 
-def difference_rows(files: Sequence[Path], first: Sequence[Scored], second: Sequence[Scored]) -> list[dict[str, Any]]:
+def difference_rows(files: Sequence[Path], first: Sequence[Answered], second: Sequence[Answered]) -> Rows:
     """The second file's scores minus the first's, paired by question, with a bootstrap's 95 % interval.
 
     Raises:
         ValueError: the files have other questions, kinds or expected answers; the message names them.
     """
-    theirs = {answer.identifier: answer for answer in second}
-    ours = {answer.identifier: answer for answer in first}
-    for file, missing in ((files[1], ours.keys() - theirs.keys()), (files[0], theirs.keys() - ours.keys())):
-        if missing:
-            listed = ", ".join(sorted(missing)[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
-            raise ValueError(f"{file}: no answer to {len(missing)} questions of the other file, by id: {listed}")
-    for name, answer in ours.items():
-        if (answer.kind, answer.expected) != (theirs[name].kind, theirs[name].expected):
-            raise ValueError(
-                f"question {name}: {answer.kind}, {answer.expected!r} is expected in {files[0]}; {theirs[name].kind}, "
-                f"{theirs[name].expected!r} in {files[1]}"
-            )
-    changes = np.array([float(theirs[answer.identifier].right) - float(answer.right) for answer in first])
-    rows: list[dict[str, Any]] = []
+    ours, theirs = ({answer.id: answer for answer in answers} for answers in (first, second))
+    for name in {**ours, **theirs}:
+        asked = [(side[name].group, side[name].target) if name in side else "not answered" for side in (ours, theirs)]
+        if asked[0] != asked[1]:
+            raise ValueError(f"question {name}: {asked[0]} in {files[0]}, {asked[1]} in {files[1]}; expected the same")
+    changes = np.array([theirs[answer.id].score - answer.score for answer in first])
+    rows: Rows = []
     for kind, places in groups(first).items():
-        result, _ = compare_benchmarks([changes[places][None]], [None])
-        (difference,) = result
-        row: dict[str, Any] = {"kind": kind, "difference": f"{difference.delta:+.1f}"}
-        row |= {"95 % interval": f"{difference.low:+.1f} to {difference.high:+.1f}"}
-        row |= {
-            "verdict": difference.verdict,
-            "won": difference.won,
-            "lost": difference.lost,
-            "p": float(f"{difference.p:.2g}"),
-        }
-        rows.append(row)
+        (result,), _ = compare_benchmarks([changes[places][None]], [None])
+        row: dict[str, Any] = {"kind": kind, "difference": f"{result.delta:+.1f}"}
+        row |= {"95 % interval": f"{result.low:+.1f} to {result.high:+.1f}", "verdict": result.verdict}
+        rows.append(row | {"won": result.won, "lost": result.lost, "p": float(f"{result.p:.2g}")})
     return rows
 
 
 def task_result(file: Path) -> TaskResult:
     """The answers of a file as a task's result, for comparisons."""
     answers = read_scored(file)
-    samples = [
-        Answered(answer.identifier, float(answer.right), answer.answer, answer.expected, answer.kind)
-        for answer in answers
-    ]
-    score = 100 * sum(answer.right for answer in answers) / len(answers)
-    return TaskResult("right answers, llava.eval.score", score, samples, None, 0.0)
+    return TaskResult("right answers, llava.eval.score", mean(answers), answers, None, 0.0)
 
 
 if __name__ == "__main__":

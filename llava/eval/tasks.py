@@ -1,11 +1,10 @@
 """The benchmarks: which harness runs each, and how its per-sample records and score become ours."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llava.eval.results import PAPER_COLUMNS, Answered
+from llava.eval.results import Answered
 from llava.utils.paths import CODE, WORK
 
 Record = Mapping[str, Any]
@@ -28,69 +27,77 @@ def doc_id(record: Record) -> str:
     return f"{record['subtask']}/{name}" if "subtask" in record else name
 
 
-def each(score: Callable[[Record], float], group: Callable[[Record], str | None] = lambda record: None):
-    """A function from records to samples, one for each, with this score and kind of question."""
-
-    def samples(records: Sequence[Record]) -> list[Answered]:
-        return [
-            Answered(doc_id(record), float(score(record)), answer_of(record), str(record["target"]), group(record))
-            for record in records
-        ]
-
-    return samples
+# --- from a harness's records to samples, one for each question -------------------------------------------------------
 
 
-def mmbench_samples(records: Sequence[Record]) -> list[Answered]:
-    """One sample for each question: right only if it is right under every order of its options that the data set has.
+def sample_of(record: Record, verdict: Record, kind: str | None) -> Answered:
+    """The sample of lmms-eval's verdict on a question; of several people's answers the commonest is the target."""
+    answers = record.get("doc", {}).get("answers") or [record["target"]]
+    target = str(max(answers, key=answers.count))
+    identifier = verdict.get("id", doc_id(record))
+    return Answered(identifier, float(verdict["score"]), answer_of(record), target, verdict.get(kind))
 
-    lmms-eval keeps the verdict on a question to itself, so its evaluator runs once more.
+
+def plain(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+    """Reads records whose metric is a score, or a verdict with a score."""
+    for record in records:
+        verdict = record[metric]
+        yield sample_of(record, verdict if isinstance(verdict, Mapping) else {"score": verdict}, kind)
+
+
+def likelihood(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+    """Reads lm-eval's multiple-choice records; the answer is the likeliest choice."""
+    for record in records:
+        choices = [request["arg_1"].strip() for request in record["arguments"].values()]
+        likelihoods = [float(response[0]) for response in record["filtered_resps"]]
+        if metric == "acc_norm":
+            likelihoods = [value / len(text) for value, text in zip(likelihoods, choices, strict=True)]
+        target = str(record["target"])
+        right = choices[int(target)] if target.isdigit() else target.strip()
+        best = choices[max(range(len(choices)), key=likelihoods.__getitem__)]
+        yield Answered(doc_id(record), float(record[metric]), best, right, record.get("subtask"))
+
+
+def mmbench(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+    """Reads MMBench: a question is right only if it is right under every order of its options that the data set has.
+
+    lmms-eval does not record the verdict on a question, so its evaluator runs once more.
     """
     import pandas
     from lmms_eval.tasks.mmbench.mmbench_evals import MMBench_Evaluator
 
     evaluator = MMBench_Evaluator()
-    rows = sorted((record["gpt_eval_score"] for record in records), key=lambda row: row["index"])
+    rows = sorted((record[metric] for record in records), key=lambda row: row["index"])
     questions: dict[int, list[Record]] = {}
     for row in rows:
         questions.setdefault(row["index"] % 1_000_000, []).append(row)
     correct = {row["index"]: row["answer"] for row in rows}
-    samples = []
     for index, orders in questions.items():
         right = evaluator.eval_sub_data(pandas.DataFrame(orders), correct, static_only=True)
-        answer = " | ".join(str(row["prediction"]) for row in orders)
-        target = " | ".join(str(row["answer"]) for row in orders)
-        samples.append(Answered(str(index), float(right), answer, target, orders[0]["category"]))
-    return samples
+        answer, target = (" | ".join(str(row[name]) for row in orders) for name in ("prediction", "answer"))
+        yield Answered(str(index), float(right), answer, target, orders[0]["category"])
 
 
-def likelihood_samples(metric: str, by_length: bool, grouped: bool):
-    """A function from lm-eval's multiple-choice records to samples; the answer is the likeliest choice."""
-
-    def samples(records: Sequence[Record]) -> list[Answered]:
-        result = []
-        for record in records:
-            choices = [request["arg_1"].strip() for request in record["arguments"].values()]
-            likelihoods = [float(response[0]) for response in record["filtered_resps"]]
-            if by_length:
-                likelihoods = [value / len(text) for value, text in zip(likelihoods, choices, strict=True)]
-            target = record["target"]
-            if str(target).isdigit():
-                target = choices[int(target)]
-            best = choices[max(range(len(choices)), key=likelihoods.__getitem__)]
-            group = record["subtask"] if grouped else None
-            result.append(Answered(doc_id(record), float(record[metric]), best, str(target).strip(), group))
-        return result
-
-    return samples
+def seedbench(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+    """Reads SEED-Bench, whose records have the verdict under `<prefix>all` and under `<prefix><kind of question>`."""
+    prefix = metric.removesuffix("all")
+    for record in records:
+        right = record[metric]["pred"].lower().strip() == record[metric]["answer"].lower().strip()
+        (own,) = (key for key in record if key.startswith(prefix) and key != metric)
+        yield sample_of(record, {"score": right, "kind": own.removeprefix(prefix)}, "kind")
 
 
-def own_samples(records: Sequence[Record]) -> list[Answered]:
-    """The samples of the tasks in `playground/tasks`, which say id and kind of each question."""
-    return [
-        Answered(info["id"], info["score"], answer_of(record), str(record["target"]), info["kind"])
-        for record in records
-        for info in [record["accuracy"]]
-    ]
+def mme(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+    """Reads MME's questions of perception; an id starts with the picture's, of which there are two.
+
+    Questions of cognition have no part in the score.
+    """
+    for record in records:
+        if verdict := record.get(metric):
+            yield sample_of(record, verdict | {"id": f"{verdict['question_id']}:{doc_id(record)}"}, kind)
+
+
+# --- scores in percent ------------------------------------------------------------------------------------------------
 
 
 def mean(samples: Sequence[Answered]) -> float:
@@ -102,73 +109,6 @@ def mean_of_groups(samples: Sequence[Answered]) -> float:
     """Mean over the kinds of questions of their mean scores, in percent."""
     kinds = {sample.group for sample in samples}
     return sum(mean([sample for sample in samples if sample.group == kind]) for kind in kinds) / len(kinds)
-
-
-def _own_chance(records: Sequence[Record]) -> float:
-    return sum(record["accuracy"]["chance"] for record in records) * 100 / len(records)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One benchmark.
-
-    Attributes:
-        name: the harness's name of the task.
-        dataset: the folder or hub id that the task loads.
-        metric: the harness's key of the score, with its filter.
-        samples: from the harness's records to ours.
-        harness: `lmms_eval` or `lm_eval`.
-        score: percent from the samples; must equal what the harness computed.
-        unit: the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench).
-        chance: percent that guessing reaches, or a function of the records, or None where that is not known.
-        generates: whether the model writes its answer (and could write an empty one).
-        own: whether it is one of `playground/tasks`.
-    """
-
-    name: str
-    dataset: str
-    metric: str
-    samples: Callable[[Sequence[Record]], list[Answered]]
-    harness: str = "lmms_eval"
-    score: Callable[[Sequence[Answered]], float] = mean
-    unit: float | None = 1
-    chance: float | Callable[[Sequence[Record]], float] | None = None
-    generates: bool = True
-    own: bool = False
-
-    def percent(self, value: float, num_samples: int) -> float:
-        """The harness's score in percent of the samples."""
-        return value * 100 / (num_samples / 1000 if self.unit is None else self.unit)
-
-
-def _seed_score(record: Record) -> bool:
-    verdict = record["seedbench_2_plus_all"]
-    return verdict["pred"].lower().strip() == verdict["answer"].lower().strip()
-
-
-def _seed_kind(record: Record) -> str:
-    return next(key for key in record if key.startswith("seedbench_2_plus_") and not key.endswith("_all")).split("_")[
-        -1
-    ]
-
-
-def mme_samples(records: Sequence[Record]) -> list[Answered]:
-    """MME's questions of perception with their category; an id starts with the picture's, of which there are two.
-
-    Questions of cognition have no part in the score.
-    """
-    return [
-        Answered(
-            f"{verdict['question_id']}:{doc_id(record)}",
-            verdict["score"],
-            answer_of(record),
-            str(record["target"]),
-            verdict["category"],
-        )
-        for record in records
-        for verdict in [record.get("mme_perception_score")]
-        if verdict
-    ]
 
 
 def mme_points(samples: Sequence[Answered]) -> float:
@@ -183,108 +123,91 @@ def mme_points(samples: Sequence[Answered]) -> float:
     return sum(points) / MME_POINTS * 100
 
 
-def vqa_samples(records: Sequence[Record]) -> list[Answered]:
-    """One sample for each question with ten people's answers; the target is the most common one."""
-    samples = []
-    for record in records:
-        answers = record.get("doc", {}).get("answers") or [record["target"]]
-        target = max(answers, key=answers.count)
-        samples.append(Answered(doc_id(record), float(record["exact_match"]), answer_of(record), str(target)))
-    return samples
+@dataclass(frozen=True)
+class Task:
+    """One benchmark.
+
+    Attributes:
+        name: the harness's name of the task.
+        dataset: the folder or hub id that the task loads.
+        metric: the harness's key of the score, with its filter.
+        column: its name in the paper's Table 4, if it is there.
+        read: from the harness's records, the metric and `kind` to samples.
+        kind: the field of a verdict that has the kind of question.
+        score: percent from the samples; must equal what the harness computed.
+        unit: the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench).
+        chance: percent that guessing reaches, or None where that is not known.
+        own: whether it is one of `playground/tasks`, whose verdicts say a question's id, kind and chance.
+    """
+
+    name: str
+    dataset: str
+    metric: str = "exact_match,none"
+    column: str = ""
+    read: Callable[[Sequence[Record], str, str | None], Iterable[Answered]] = plain
+    kind: str | None = None
+    score: Callable[[Sequence[Answered]], float] = mean
+    unit: float | None = 1
+    chance: float | None = None
+    own: bool = False
+
+    @property
+    def harness(self) -> str:
+        """`lmms_eval`, whose models write answers, or `lm_eval`, whose models compare likelihoods."""
+        return "lm_eval" if self.read is likelihood else "lmms_eval"
+
+    def samples(self, records: Sequence[Record]) -> list[Answered]:
+        """One sample for each question."""
+        return list(self.read(records, self.metric.partition(",")[0], self.kind))
+
+    def chance_of(self, records: Sequence[Record]) -> float | None:
+        """Percent that guessing reaches on these questions, or None where that is not known."""
+        if not self.own:
+            return self.chance
+        return sum(record["accuracy"]["chance"] for record in records) * 100 / len(records)
+
+    def percent(self, value: float, num_samples: int) -> float:
+        """The harness's score in percent of the samples."""
+        return value * 100 / (num_samples / 1000 if self.unit is None else self.unit)
 
 
-_SCIENCE = each(lambda record: record["exact_match"])
+_MMBENCH: dict[str, Any] = {"read": mmbench, "unit": 100}
+_MMSTAR: dict[str, Any] = {"kind": "l2_category", "score": mean_of_groups, "chance": 25}
+_OCRBENCH: dict[str, Any] = {"kind": "question_type", "unit": None}
+_SEED: dict[str, Any] = {"read": seedbench, "chance": 25}
+_LIKELIHOOD: dict[str, Any] = {"read": likelihood, "chance": 25}
+_MME: dict[str, Any] = {"read": mme, "kind": "category", "score": mme_points, "unit": MME_POINTS}
+_OWN: dict[str, Any] = {"metric": "accuracy,none", "kind": "kind", "own": True}
 _TASKS = (
-    Task("mmbench_en_dev_static", "lmms-lab-encoder/MMBench", "gpt_eval_score,none", mmbench_samples, unit=100),
-    Task(
-        "mmstar",
-        "Lin-Chen/MMStar",
-        "average,none",
-        each(lambda record: record["average"]["score"], lambda record: record["average"]["l2_category"]),
-        score=mean_of_groups,
-        chance=25,
-    ),
-    Task(
-        "ocrbench",
-        "echo840/OCRBench",
-        "ocrbench_accuracy,none",
-        each(
-            lambda record: record["ocrbench_accuracy"]["score"],
-            lambda record: record["ocrbench_accuracy"]["question_type"],
-        ),
-        unit=None,
-    ),
-    Task(
-        "seedbench_2_plus",
-        "doolayer/SEED-Bench-2-Plus",
-        "seedbench_2_plus_all,none",
-        each(_seed_score, _seed_kind),
-        chance=25,
-    ),
-    Task("scienceqa", "lmms-lab-encoder/ScienceQA", "exact_match,none", _SCIENCE),
-    Task("scienceqa_img", "lmms-lab-encoder/ScienceQA", "exact_match,none", _SCIENCE),
-    Task("ai2d", "lmms-lab-encoder/ai2d", "exact_match,flexible-extract", _SCIENCE, chance=25),
-    Task(
-        "pope",
-        "lmms-lab-encoder/POPE",
-        "pope_accuracy,none",
-        each(lambda record: record["pope_accuracy"]["score"]),
-        chance=50,
-    ),
-    Task(
-        "hellaswag",
-        "Rowan/hellaswag",
-        "acc_norm,none",
-        likelihood_samples("acc_norm", by_length=True, grouped=False),
-        harness="lm_eval",
-        chance=25,
-        generates=False,
-    ),
-    Task(
-        "mmlu",
-        "cais/mmlu",
-        "acc,none",
-        likelihood_samples("acc", by_length=False, grouped=True),
-        harness="lm_eval",
-        chance=25,
-        generates=False,
-    ),
-    Task("mme", "lmms-lab-encoder/MME", "mme_perception_score,none", mme_samples, score=mme_points, unit=MME_POINTS),
-    Task("gqa", "lmms-lab-encoder/GQA", "exact_match,none", _SCIENCE),
-    Task("textvqa_val", "lmms-lab-encoder/textvqa", "exact_match,none", vqa_samples),
-    Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA", "exact_match,none", vqa_samples),
-    Task(
-        "seedbench",
-        "lmms-lab-encoder/SEED-Bench",
-        "seed_all,none",
-        each(
-            lambda record: record["seed_all"]["pred"].lower() == record["seed_all"]["answer"].lower().strip(),
-            lambda record: "image" if "seed_image" in record else "video",
-        ),
-        chance=25,
-    ),
-    Task("scenes", "heldout/scenes", "accuracy,none", own_samples, chance=_own_chance, own=True),
-    Task("stamps", "heldout/stamps", "accuracy,none", own_samples, chance=_own_chance, own=True),
-    Task("probes", "heldout/probes", "accuracy,none", own_samples, chance=_own_chance, own=True),
+    Task("mmbench_en_dev_static", "lmms-lab-encoder/MMBench", "gpt_eval_score,none", "MMBench-EN", **_MMBENCH),
+    Task("mmstar", "Lin-Chen/MMStar", "average,none", "MM-Star", **_MMSTAR),
+    Task("pope", "lmms-lab-encoder/POPE", "pope_accuracy,none", "POPE", chance=50),
+    Task("seedbench_2_plus", "doolayer/SEED-Bench-2-Plus", "seedbench_2_plus_all,none", "SEED-Bench-2-Plus", **_SEED),
+    Task("ocrbench", "echo840/OCRBench", "ocrbench_accuracy,none", "OCRBench", **_OCRBENCH),
+    Task("scienceqa", "lmms-lab-encoder/ScienceQA", column="ScienceQA"),
+    Task("ai2d", "lmms-lab-encoder/ai2d", "exact_match,flexible-extract", "AI2D", chance=25),
+    Task("hellaswag", "Rowan/hellaswag", "acc_norm,none", "HellaSwag", **_LIKELIHOOD),
+    Task("mmlu", "cais/mmlu", "acc,none", "MMLU", **_LIKELIHOOD),
+    Task("scienceqa_img", "lmms-lab-encoder/ScienceQA"),
+    Task("mme", "lmms-lab-encoder/MME", "mme_perception_score,none", **_MME),
+    Task("gqa", "lmms-lab-encoder/GQA"),
+    Task("textvqa_val", "lmms-lab-encoder/textvqa"),
+    Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA"),
+    Task("seedbench", "lmms-lab-encoder/SEED-Bench", "seed_all,none", **_SEED),
+    Task("scenes", "heldout/scenes", **_OWN),
+    Task("stamps", "heldout/stamps", **_OWN),
+    Task("probes", "heldout/probes", **_OWN),
 )
 TASKS = {task.name: task for task in _TASKS}
+PAPER_COLUMNS = {task.column: task.name for task in _TASKS if task.column}
+"""Columns of the paper's Table 4 in its order, and their tasks. All are percent, OCRBench's 0 to 1000 divided by 10."""
 GROUPS = {
     "paper": tuple(PAPER_COLUMNS.values()),
     "llava-1.5": (
         "gqa", "vizwiz_vqa_val", "scienceqa_img", "textvqa_val", "pope", "mme", "mmbench_en_dev_static", "seedbench",
     ),
 }  # fmt: skip
-"""Names that stand for several tasks: the paper's Table 4, and LLaVA-1.5's table as far as no judge is needed."""
-
-
-def question_weights(task: Task, samples: Sequence[Answered]) -> list[float] | None:
-    """The weight of each question in the task's score, 1 in all; None if the score is not a weighted mean (MME)."""
-    if task.score is mean:
-        return [1 / len(samples)] * len(samples)
-    if task.score is mean_of_groups:
-        sizes = Counter(sample.group for sample in samples)
-        return [1 / len(sizes) / sizes[sample.group] for sample in samples]
-    return None
+"""Names that stand for several tasks: the paper's Table 4, and LLaVA-1.5's table without what needs a judge."""
 
 
 def choose(names: str | None) -> list[Task]:
@@ -294,13 +217,8 @@ def choose(names: str | None) -> list[Task]:
         ValueError: one is not known, or none is named.
     """
     named = [name.strip() for name in (names or "paper").split(",") if name.strip()]
-    chosen = [name for each_name in named for name in GROUPS.get(each_name, (each_name,))]
-    for name in chosen:
-        if name in TASKS:
-            continue
-        raise ValueError(
-            f"--tasks {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}; stock lmms-eval runs others"
-        )
-    if not chosen:
-        raise ValueError(f"--tasks {names}: names no task; known: {', '.join(TASKS)}")
+    chosen = [task for name in named for task in GROUPS.get(name, (name,))]
+    if not chosen or (unknown := [name for name in chosen if name not in TASKS]):
+        fault = f"{unknown[0]}: not known here" if chosen else f"{names}: names no task"
+        raise ValueError(f"--tasks {fault}; known: {', '.join([*TASKS, *GROUPS])}; stock lmms-eval runs others")
     return [TASKS[name] for name in dict.fromkeys(chosen)]

@@ -21,7 +21,7 @@ from llava.compare.commands import main
 from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS
 from llava.compare.reproduce_page import init_rows, number, page_of, paper_rows, samples_note, score_rows
 from llava.compare.tables import Statistics
-from llava.eval.results import PAPER_COLUMNS
+from llava.eval.tasks import PAPER_COLUMNS
 from llava.model.multimodal_projector.norm import PAPER_ARMS
 
 LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwen2.5-VL": "llama_tied"}

@@ -230,3 +230,11 @@ def mmlu(labels: list[int]) -> list[dict]:
         {"question": question, "subject": "made", "choices": choices, "answer": label}
         for (question, choices), label in zip(MMLU, labels, strict=True)
     ]
+
+
+def by_group(result) -> dict[str, float]:
+    """Mean score of each kind of question of a `TaskResult`, in percent."""
+    scores: dict[str, list[float]] = {}
+    for sample in result.samples:
+        scores.setdefault(sample.group, []).append(sample.score)
+    return {kind: 100 * sum(own) / len(own) for kind, own in scores.items()}

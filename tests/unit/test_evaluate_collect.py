@@ -10,11 +10,10 @@ from PIL import Image
 from llava.eval import evaluate as evaluate_module
 from llava.eval import harness as harness_module
 from llava.eval import launch
-from llava.eval import results as results_module
 from llava.eval.evaluate import main, parser
 from llava.eval.harness import EvaluationError, collect, run_logged
 from llava.eval.results import Answered, Results, TaskResult, read_results, write_results
-from llava.eval.tasks import TASKS, choose
+from llava.eval.tasks import PAPER_COLUMNS, TASKS, choose
 
 POPE = TASKS["pope"]
 ANSWERS = ["yes", "no", "yes", "no"]
@@ -49,8 +48,8 @@ def test_a_whole_run_becomes_a_result(tmp_path):
         ({"answers": ["yes", "", "no", "  "]}, "doc 1: empty answer.*doc 3: empty answer"),
         ({"answers": ["yes", "Failed to obtain answer via API"]}, "doc 1: an error text"),
         ({"answers": ["Error: CUDA out of memory", "no"]}, "doc 0: an error text"),
-        ({"doc_ids": [0, 1, 3, 4], "expected": 5}, "1 of 5 samples are missing: doc 2"),
-        ({"doc_ids": [0, 1, 1, 2], "expected": 3}, "more than once: doc 1"),
+        ({"doc_ids": [0, 1, 3, 4], "expected": 5}, "doc 2: 0 samples instead of one"),
+        ({"doc_ids": [0, 1, 1, 2], "expected": 3}, "doc 1: 2 samples instead of one"),
         ({"score": 0.75}, "0.75, which is not the samples' score of 50"),
         ({"score": "nan?"}, "expected a number pope_accuracy,none"),
     ],
@@ -74,7 +73,7 @@ def test_a_harness_that_ends_well_without_results_failed(tmp_path):
         collect(POPE, tmp_path, 1)
     leave(tmp_path)
     next(tmp_path.rglob("*.jsonl")).unlink()
-    with pytest.raises(EvaluationError, match="4 of 4 samples are missing"):
+    with pytest.raises(EvaluationError, match="doc 3: 0 samples instead of one"):
         collect(POPE, tmp_path, 1)
 
 
@@ -87,7 +86,7 @@ def test_ocrbench_is_in_percent_of_the_samples_asked():
     ("names", "message"),
     [
         ("pop", "known: mmbench_en_dev_static, mmstar"),
-        (",", "names no task"),
+        (",", ",: names no task"),
     ],
 )
 def test_tasks_without_a_row_are_refused(names, message, capsys):
@@ -122,7 +121,7 @@ def test_mme_counts_a_picture_whose_two_answers_are_right_twice():
 
 
 def test_without_names_the_tasks_are_the_papers_table():
-    assert [task.name for task in choose(None)] == list(results_module.PAPER_COLUMNS.values())
+    assert [task.name for task in choose(None)] == list(PAPER_COLUMNS.values())
 
 
 def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
@@ -131,10 +130,9 @@ def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
     )
     results = Results("ckpt", "f", "bash", {"torch": "2"}, {"limit": None}, "2026-01-01T00:00:00+00:00", {"mmlu": task})
     assert read_results(write_results(results, tmp_path)) == results == read_results(tmp_path)
-    assert task.by_group() == {"a": 100, "b": 0}
     file = tmp_path / "results.json"
     for text, message in (
-        ("{", "not JSON"),
+        ("{", "not a result file"),
         ('{"format": 2}', "format 2, expected 1"),
         ('{"format": 1, "tasks": {"pope": {}}}', "not a result file"),
     ):
@@ -165,7 +163,6 @@ def harness(tmp_path, monkeypatch):
             leave(log.parent)
         return 0 if title == "pope" else 3
 
-    monkeypatch.setattr(evaluate_module, "require_harnesses", lambda tasks: None)
     monkeypatch.setattr(harness_module, "run_logged", run)
     monkeypatch.setattr(harness_module, "OWN_DATA", tmp_path / "no playground")
     return SimpleNamespace(checkpoint=checkpoint, hub=tmp_path / "hub", output=tmp_path / "out", ran=ran)
@@ -180,7 +177,7 @@ def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness, capsys):
     for _ in range(2):
         assert call(harness, "--tasks", "mmstar,pope") == 1
         error = capsys.readouterr().err
-        assert "exit status 3" in error and "1 of 2 tasks failed:\n  mmstar" in error
+        assert "exit status 3" in error and "1 of 2 tasks failed: mmstar" in error
     assert harness.ran == ["mmstar", "pope", "mmstar"]
     assert list(read_results(harness.output).tasks) == ["pope"]
 
@@ -235,7 +232,7 @@ def test_data_sets_of_the_hub_need_a_token_before_a_harness_is_started(harness, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(harness_module, "get_token", lambda: None)
     assert main([*words, "pope,hellaswag"]) == 2 and not harness.ran
-    assert "--tasks pope: lmms-eval loads data sets of the hub with a token only" in (error := capsys.readouterr().err)
+    assert "--tasks pope: lmms-eval loads public data sets with a token only" in (error := capsys.readouterr().err)
     assert "hf auth login" in error and "--data-dir" in error
     monkeypatch.setattr(harness_module, "get_token", lambda: "hf_x")
     assert main([*words, "pope"]) == 0 and harness.ran == ["pope"]
@@ -249,10 +246,11 @@ def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_pa
     command = harness_module.harness_command([POPE, TASKS["scenes"]], tmp_path, on_eight, settings)
     text = " ".join(command)
     assert "-m accelerate.commands.launch --num_processes 8 " in text and " -m llava.eval.launch lmms_eval " in text
-    assert "--tasks pope,scenes --batch_size 4 --device cuda " in text and text.endswith("playground/tasks --limit 3")
+    assert "--tasks pope,scenes --batch_size 4 --device cuda " in text and text.endswith("--limit 3")
+    assert "playground/tasks --tasks " in text
     on_cpu = parser().parse_args(["org/model", "--num-gpus", "0"])
     text = " ".join(harness_module.harness_command([TASKS["mmlu"]], tmp_path, on_cpu, settings))
-    assert "accelerate" not in text and "dtype=float32" in text and text.endswith("--num_fewshot 5")
+    assert "accelerate" not in text and "dtype=float32" in text and "--num_fewshot 5 " in text
     text = " ".join(harness_module.harness_command([TASKS["hellaswag"]], tmp_path, on_cpu, settings))
     assert "--num_fewshot" not in text and "--device cpu" in text and ",max_length=8192 " in text
 
@@ -264,13 +262,7 @@ def test_a_long_command_is_logged_and_says_how_far_it_is(tmp_path, monkeypatch, 
     assert "  pope: 12%| 1/9\n" in capsys.readouterr().err and (tmp_path / "log").read_text().endswith("last words\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [([], 2, "launch : expected"), (["nope"], 2, "nope: expected")],
-)
-def test_the_harness_starter_tells_what_it_takes(monkeypatch, capsys, words, status, message):
-    monkeypatch.setattr("sys.argv", ["launch", *words])
-    with pytest.raises(SystemExit) as refused:
+def test_the_harness_starter_tells_what_it_takes(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["launch", "nope"])
+    with pytest.raises(SystemExit, match="launch lmms_eval|lm_eval ARGUMENTS"):
         launch.main()
-    assert refused.value.code == status
-    assert message in "".join(capsys.readouterr())

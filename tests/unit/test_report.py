@@ -17,7 +17,7 @@ from llava.compare.record import FILE
 from llava.compare.report import markdown_text
 from llava.compare.run import Comparison
 from llava.eval.paired import compare_benchmarks, compare_seeds
-from llava.eval.results import PAPER_COLUMNS
+from llava.eval.tasks import PAPER_COLUMNS
 from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
