@@ -83,13 +83,13 @@ def started(data: str, images: str | None, check: bool) -> dict:
     """One start: seconds of its parts."""
     from llava.conversation import get_template
     from llava.data.images import ImageStore
-    from llava.data.preflight_manifest import Rules, preflight
+    from llava.data.preflight import Rules, preflight
     from llava.data.records import load_records
 
     times = [time.perf_counter()]
     table = load_records(data, check=False)
     times.append(time.perf_counter())
-    result = {"records": table.total, "index_s": times[1] - times[0]}
+    result = {"records": len(table), "index_s": times[1] - times[0]}
     if check:
         store = ImageStore(images)
         times.append(time.perf_counter())

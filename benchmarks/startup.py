@@ -93,7 +93,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     from llava.data.collate import DataCollatorForSupervisedDataset
     from llava.data.dataset import LazySupervisedDataset
     from llava.data.images import ImageStore
-    from llava.data.preflight_manifest import Rules, preflight
+    from llava.data.preflight import Rules, preflight
     from llava.data.records import load_records
     from llava.mm_utils import load_tokenizer
     from llava.train.batches import sample_order, step_loader
@@ -147,13 +147,14 @@ def settings(workers: int) -> SimpleNamespace:
 
 def fill_in_lengths(lengths, repeating: int) -> None:
     """Makes `lengths` count only the first `repeating` records, and repeat their counts for all others."""
-    counted = lengths._counted
+    in_processes = lengths.in_processes
 
-    def repeated(tokenize, total, show):
-        rows = np.concatenate(list(counted(tokenize, repeating, show)))
-        yield np.resize(rows, (total, *rows.shape[1:]))
+    def repeated(count, tokenize, pieces, worth):
+        first = [piece for piece in pieces if piece.start < repeating]
+        rows = np.concatenate(list(in_processes(count, tokenize, first, worth)))
+        yield np.resize(rows, (pieces[-1].stop, *rows.shape[1:]))
 
-    lengths._counted = repeated
+    lengths.in_processes = repeated
 
 
 def memory_mib(pid: int | str, *fields: str) -> float:

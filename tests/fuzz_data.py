@@ -38,7 +38,7 @@ from llava.conversation import get_template
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
-from llava.data.preflight_manifest import Rules, preflight
+from llava.data.preflight import Rules, preflight
 from llava.data.records import RecordTable, load_records
 from llava.mm_utils import process_images
 from llava.utils import digests
@@ -108,7 +108,7 @@ def _let_through(table: RecordTable, store: ImageStore, rules: Rules, tokenizer,
     for faults in manifest.faults.values():
         assert all(f"{table.sources[0]}: record {index}" in text for index, text in faults)
     bad = manifest.bad_records()
-    if len(bad) == table.total:
+    if len(bad) == len(table):
         return bad, []
     options = {"label_masking": rules.label_masking, "show_progress": False}
     return bad, LazySupervisedDataset(
@@ -191,7 +191,7 @@ def _keys_case(folder: Path, rng: random.Random, tokenizer) -> Counter:
     except (ValueError, OSError) as error:
         assert data.name in str(error), error
         return Counter(["refused"])
-    assert table.total == len(records)
+    assert len(table) == len(records)
     length = rng.choice((20, 60, 4096, 4096))
     bad, samples = _let_through(table, ImageStore(folder / "images"), rules, tokenizer, version, length)
     untouched = [index for index, record in enumerate(records) if record == originals[index]]

@@ -7,7 +7,6 @@ commas, are one collection.
 
 import argparse
 import hashlib
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +17,11 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import IMAGE_KEYS, Record, starts_from
+from llava.data.checks import IMAGE_KEYS, Record, parsed_row, starts_from
 from llava.data.errors import DataError, named_by
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
-from llava.data.parquet_files import read_rows, turn_columns, with_row_images
+from llava.data.parquet_files import read_rows, turn_columns
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.utils.commands import whole
 from llava.utils.digests import remembered_digest
@@ -228,8 +227,7 @@ def _benchmark_rows(shard: Path) -> list[Record]:
             raise ValueError(f"--data {shard}: Parquet without a column {columns}; it has {', '.join(names)}")
     records, texts = [], [name for name in ("hint", "question", "answer", *OPTIONS) if name in names]
     for index, element in enumerate(read_rows(shard, texts)):
-        row = json.loads(element.text)
-        row = row if element.row is None else with_row_images(row, str(shard), element.row)
+        row = parsed_row(element.text, str(shard))
         answer = None if row.get("answer") is None else str(row["answer"])
         record = record_of(f"{shard}, row {index}", None, question_of(row), answer)
         records.append(record | {key: row[key] for key in IMAGE_KEYS if key in row})

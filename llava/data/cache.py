@@ -5,8 +5,6 @@ A cached file's name carries the hash of the content that it was made from, so a
 meet at a file lock: one makes the file, the others wait and open it; no process group is needed.
 """
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -14,11 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from llava.utils.digests import bytes_digest, content_hash, settled_stamp, user_cache
+from llava.utils.digests import bytes_digest, content_hash, user_cache
 from llava.utils.files import replacing, write_text
 from llava.utils.locks import locked
 
 logger = logging.getLogger(__name__)
+IsCurrent = Callable[[Path], bool]
 
 
 def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
@@ -27,28 +26,11 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     They are beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
     folder. `chosen` (`--data_cache_dir`) replaces both.
     """
-    if chosen:
-        return [Path(chosen)]
-    return [source.absolute().parent / ".llava_cache", user_cache("data")]
-
-
-def writable_folder(folders: list[Path]) -> Path:
-    """The first of `folders` that can be written, made if it is missing.
-
-    Raises:
-        OSError: none can.
-    """
-    for folder in folders:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-        logger.info("%s cannot be written", folder)
-    raise OSError(f"none of {', '.join(map(str, folders))} can be written; pass a folder that can as --data_cache_dir")
+    return [Path(chosen)] if chosen else [source.absolute().parent / ".llava_cache", user_cache("data")]
 
 
 def made_once(
-    name: str, folders: list[Path], make: Callable[[Path], None], is_current: Callable[[Path], bool] | None = None
+    name: str, folders: list[Path], make: Callable[[Path], None], is_current: IsCurrent = lambda _: True
 ) -> Path:
     """The file `name` in the first of `folders` that has it; otherwise it is made in the first that can be written.
 
@@ -63,35 +45,34 @@ def made_once(
     """
     if cached := cached_file(name, folders, is_current):
         return cached
-    folder = writable_folder(folders)
-    target = folder / name
-    with locked(folder / f"{name}.lock", f"{target}: another process is making it", patience=math.inf):
-        if not _usable(target, is_current):
+    target = _writable_folder(folders) / name
+    with locked(target.with_name(f"{name}.lock"), f"{target}: another process is making it", patience=math.inf):
+        if not cached_file(name, [target.parent], is_current):
             with replacing(target) as partial:
                 make(partial)
                 write_text(_hash_file(target), bytes_digest(partial))
     return target
 
 
-def cached_file(name: str, folders: list[Path], is_current: Callable[[Path], bool] | None = None) -> Path | None:
+def cached_file(name: str, folders: list[Path], is_current: IsCurrent = lambda _: True) -> Path | None:
     """The undamaged file `name` in the first of `folders` that has it."""
-    return next((folder / name for folder in folders if _usable(folder / name, is_current)), None)
+    for path in (folder / name for folder in folders if (folder / name).is_file()):
+        if not _hash_file(path).is_file() or _hash_file(path).read_text() != content_hash(path):
+            logger.warning("%s is damaged or was altered, and will be made again", path)
+        elif is_current(path):
+            return path
+    return None
 
 
-def _usable(path: Path, is_current: Callable[[Path], bool] | None) -> bool:
-    if not path.is_file():
-        return False
-    if not _hash_file(path).is_file() or _hash_file(path).read_text() != content_hash(path):
-        logger.warning("%s is damaged or was altered, and will be made again", path)
-        return False
-    return is_current is None or is_current(path)
+def _writable_folder(folders: list[Path]) -> Path:
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+        logger.info("%s cannot be written", folder)
+    raise OSError(f"none of {', '.join(map(str, folders))} can be written; pass a folder that can as --data_cache_dir")
 
 
 def _hash_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def stamped_name(source: Path) -> str:
-    """A name, from path and stamp, for a file made from a `source` that is too large to be read at every start."""
-    stamp = json.dumps([str(source.absolute()), *settled_stamp(source)])
-    return f"{source.name}.{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"

@@ -6,7 +6,9 @@ images itself: they are then `RowImage`s. Chat messages are converted to such re
 (`llava.data.messages`).
 """
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +21,16 @@ IMAGE_KEYS = ("image", "images")
 """Names of the field that holds a record's images; both mean the same."""
 TURN_KEYS = ("conversations", "messages", "conversation")
 """Names under which a file may hold a record's turns; the table of records holds them under the first."""
-_READ = ("id", *TURN_KEYS, *IMAGE_KEYS)
 _MARKER = re.compile(
     r"</?(?:img|Image|IMAGE)>|<image[_-](?:\d+|token|placeholder)>|<\|(?:image|image_pad|image_\d+|img|vision_start)\|>|\[IMG\]"
     r"|data:image/\w+;base64,"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_NO_PATH = ("data:", "http://", "https://")
 
 
-class RowImage(NamedTuple):
+@dataclass(frozen=True)
+class RowImage:
     """An image whose bytes are in a row of a Parquet file; `number` is its index where the row holds a list."""
 
     shard: str
@@ -36,6 +39,22 @@ class RowImage(NamedTuple):
 
     def __str__(self) -> str:
         return f"in row {self.row} of {self.shard}" + ("" if self.number is None else f", number {self.number}")
+
+
+def row_image_fields(value: object) -> object:
+    """The `default` of `json.dumps` for a row's record, which `parsed_row` reads."""
+    return {"row": value.row, "number": value.number} if isinstance(value, RowImage) else f"<{type(value).__name__}>"
+
+
+def parsed_row(text: str | bytes, shard: str) -> Record:
+    """The record of a shard's row, from its JSON text."""
+    record = json.loads(text)
+    images = record.get("image")
+    if isinstance(images, list):
+        record["image"] = [RowImage(shard, **image) if isinstance(image, dict) else image for image in images]
+    elif isinstance(images, dict):
+        record["image"] = RowImage(shard, **images)
+    return record
 
 
 class PlacedImage(NamedTuple):
@@ -60,11 +79,10 @@ class Problem(NamedTuple):
 
 
 class Element(NamedTuple):
-    """A record's JSON text, what is wrong with it, and the row of the Parquet file where that holds its images."""
+    """A record's JSON text, and what is wrong with it."""
 
     text: str
     problem: Problem | None
-    row: int | None = None
 
 
 class RepeatedKeys(dict):
@@ -94,38 +112,32 @@ def image_keys(record: Record) -> list[str]:
     return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
 
 
-def unread_keys(record: Record) -> list[str]:
-    """The fields of a record that nothing here reads; those of its turns as `conversations.NAME`."""
-    unread = [key for key, value in record.items() if key not in _READ and value is not None]
-    turns = record.get("conversations")
-    for turn in turns if isinstance(turns, list) else ():
-        if isinstance(turn, dict) and len(turn) > 2:
-            unread += [f"conversations.{key}" for key in turn if key not in ("from", "value")]
-    return list(dict.fromkeys(unread))
-
-
 def record_problem(record: object) -> Problem | None:
     """What is wrong with a record, or None."""
     if not isinstance(record, dict):
         return Problem("schema", f"expected an object, found {type(record).__name__}")
     if isinstance(record, RepeatedKeys):
         return Problem("json", "a key occurs twice; write every key once")
-    conversations = record.get("conversations")
-    if not isinstance(conversations, list) or not conversations:
+    turns = record.get("conversations")
+    if not isinstance(turns, list) or not turns:
         key = next((key for key in TURN_KEYS if key in record), None)
-        names = f"'conversations' or 'messages'; the record has {_listed(list(record)) or 'no keys'}"
-        found = names if key is None else f"{key!r}, found {record[key]!r:.80}"
+        found = (
+            f"'conversations' or 'messages'; {_fields(record)}"
+            if key is None
+            else f"{key!r}, found {record[key]!r:.80}"
+        )
         return Problem("schema", f"expected a non-empty list under {found}")
-    for number, turn in enumerate(conversations):
+    for number, turn in enumerate(turns):
         if problem := _turn_problem(turn):
             return Problem(problem.kind, f"turn {number}: {problem.message}")
-    if len(keys := image_keys(record)) > 1:
+    keys, images = image_keys(record), record_images(record)
+    if len(keys) > 1:
         return Problem("schema", "images under 'image' and under 'images'; keep one of the two")
-    images = record_images(record)
-    if not isinstance(images, list) or not all(isinstance(name, ImagePlace) for name in images):
+    if not isinstance(images, list) or not all(isinstance(image, ImagePlace) for image in images):
         return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
-    if fault := next(filter(None, map(_path_fault, images)), None):
-        return Problem("schema", f"{keys[0]!r}: {fault}")
+    for image in images:
+        if isinstance(image, str) and (not image.strip() or image.startswith(_NO_PATH)):
+            return Problem("schema", f"{keys[0]!r}: {image!r:.80} is not a path; save the picture below --image_folder")
     return placeholder_problem(record, images)
 
 
@@ -140,25 +152,6 @@ def _turn_problem(turn: object) -> Problem | None:
     return None
 
 
-def _path_fault(image: ImagePlace) -> str | None:
-    """What keeps a text from being a picture's path, or None."""
-    if not isinstance(image, str):
-        return None
-    if not image.strip():
-        return "an empty path; name the picture, or leave the field out of a record without one"
-    if image.startswith("data:"):
-        return f"{image:.40}... is the picture itself; write it to a file below --image_folder and name that"
-    if image.startswith(("http://", "https://")):
-        return f"{image:.80} is an address; pictures are not downloaded: fetch it to --image_folder and name its path"
-    return None
-
-
-def other_marker(text: str) -> str | None:
-    """A marker of other programs for a picture, which is only text here; the first in `text`, or None."""
-    match = _MARKER.search(text)
-    return match and match.group()
-
-
 def placeholder_problem(record: Record, images: list[ImagePlace]) -> Problem | None:
     """What is wrong with the number of placeholders in a record that is well-formed otherwise, or None.
 
@@ -169,29 +162,25 @@ def placeholder_problem(record: Record, images: list[ImagePlace]) -> Problem | N
     if count == len(images):
         return None
     advice = ""
-    markers = (marker for turn in record["conversations"] if (marker := other_marker(turn["value"])))
-    if count < len(images) and (marker := next(markers, None)):
+    if count < len(images) and (marker := other_marker(record)):
         advice = f"; {marker!r} is only text here: write {DEFAULT_IMAGE_TOKEN} in its place"
     elif not images:
-        unread = f" (not read: {_listed(names)})" if (names := unread_keys(record)) else ""
-        advice = (
-            f" under 'image'{unread}; add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise where it is only a word"
-        )
+        advice = f" under 'image'; {_fields(record)}: add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise"
     return Problem("placeholders", f"{count} {DEFAULT_IMAGE_TOKEN} placeholders but {len(images)} images{advice}")
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"{name!r:.40}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+def other_marker(record: Record) -> str | None:
+    """The first marker of other programs for a picture, which is only text here; or None."""
+    return next((match.group() for turn in record["conversations"] if (match := _MARKER.search(turn["value"]))), None)
+
+
+def _fields(record: Record) -> str:
+    return f"the record has {', '.join(f'{name!r:.40}' for name in list(record)[:8]) or 'no keys'}"
 
 
 def starts_from(path: str | Path) -> str:
     """What messages append to a path that does not exist: the folder that it starts from, if it is relative."""
     return "" if Path(path).is_absolute() else f" (from {Path.cwd()})"
-
-
-def shown_text(text: str) -> str:
-    """The text that is kept of a record; of a record that is too long, only the beginning."""
-    return text if len(text) <= LONGEST_RECORD else text[:1000]
 
 
 def text_problem(text: str) -> Problem | None:

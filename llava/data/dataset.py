@@ -6,6 +6,7 @@ Shapes: S tokens of the sample (an image placeholder counts as one), n images of
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TypedDict, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from llava.anyres import CropRules, Picture, Size
+from llava.anyres import CropRules, Picture
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.checks import ImagePlace, Record, placeholder_problem, record_images
@@ -54,8 +55,7 @@ class LazySupervisedDataset(Dataset):
         model_max_length: length at which samples are cut, counted after expansion.
         label_masking: `assistant` or `upstream`.
         show_progress: whether measuring all lengths shows a progress bar.
-        pixel_dtype: type of `images`; the precision in which the tower computes, so that batches are no larger than it
-            needs.
+        pixel_dtype: type of `images`: the tower's, so that batches are no larger than it needs.
         crop_rules: the model's; where they are `anyres`, they replace `image_aspect_ratio` and `num_visual_tokens`.
     """
 
@@ -80,9 +80,9 @@ class LazySupervisedDataset(Dataset):
         self.image_processor = image_processor
         self.images = image_folder if isinstance(image_folder, ImageStore) else ImageStore(image_folder)
         self.crop_rules = crop_rules if crop_rules is not None and crop_rules.is_anyres else None
-        self.image_config = _ImageConfig(
-            self.crop_rules.aspect_ratio if self.crop_rules else image_aspect_ratio,
-            self.crop_rules.grids if self.crop_rules else None,
+        self.image_config = SimpleNamespace(
+            image_aspect_ratio=self.crop_rules.aspect_ratio if self.crop_rules else image_aspect_ratio,
+            image_grid_pinpoints=self.crop_rules.grids if self.crop_rules else None,
         )
         self.num_visual_tokens = num_visual_tokens
         self.model_max_length = model_max_length
@@ -107,9 +107,8 @@ class LazySupervisedDataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
-        With `anyres`, `images` holds the crops of all images, and `pictures` describes them.
-
-        A negative index `~i` gives sample i without targets, for ranks that have no sample left.
+        With `anyres`, `images` holds the crops of all images, and `pictures` describes them. A negative index `~i`
+        gives sample i without targets, for ranks that have no sample left.
 
         Raises:
             ValueError, FileNotFoundError: the record cannot be turned into a sample; the message names it.
@@ -118,14 +117,12 @@ class LazySupervisedDataset(Dataset):
             item = self[~index]
             item["labels"], item["index"] = torch.full_like(item["labels"], IGNORE_INDEX), index
             return item
-        record = self.records[index]
-        places = record_images(record)
-        sample = self._tokenize(record, places, index)
+        sample, places = self._tokenized(index)
         images: list[Image.Image] = []
         pictures: list[Picture] = []
         visual_tokens = self.num_visual_tokens
         if self.crop_rules is not None and len(places) == 1:  # the sample's length depends on the picture's size
-            images = [self._named_errors(self.images.open, places[0], index)]
+            images = [self._opened(self.images.open, places[0], index)]
             pictures = [self.crop_rules.picture(images[0].size)]
             visual_tokens = self.crop_rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
@@ -133,7 +130,7 @@ class LazySupervisedDataset(Dataset):
         # A cut may remove placeholders, and their images with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
-            images = images or [self._named_errors(self.images.open, place, index) for place in places[:num_images]]
+            images = images or [self._opened(self.images.open, place, index) for place in places[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
             assert self.image_processor is not None  # None goes with text-only data
@@ -143,63 +140,62 @@ class LazySupervisedDataset(Dataset):
 
     def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
+        return self._tokenized(index)[0]
+
+    def _tokenized(self, index: int) -> tuple[TokenizedSample, list[ImagePlace]]:
+        """Token ids and labels of one record, and where its images are."""
         record = self.records[index]
-        return self._tokenize(record, record_images(record), index)
-
-    def token_ids(self, index: int) -> torch.Tensor:
-        """Token ids [S] of one record, not yet cut."""
-        return self.tokenize(index).input_ids
-
-    def _tokenize(self, record: Record, places: list[ImagePlace], index: int) -> TokenizedSample:
+        places = record_images(record)
         try:
             if problem := placeholder_problem(record, places):
                 raise ValueError(problem.message)
             check_has_image(self.template, bool(places))
             options = {"label_masking": self.label_masking, "has_image": bool(places)}
             sample = preprocess(record["conversations"], self.tokenizer, self.template, **options)
+            if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != len(places):
+                raise ValueError(f"{len(places)} images, but {written} places for them")
         except ValueError as error:
             raise ValueError(f"{name_of(self.records, index)}: {error}") from error
-        if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != len(places):
-            raise ValueError(f"{name_of(self.records, index)}: {len(places)} images, but {written} places for them")
-        return sample
+        return sample, places
 
     def _cut(self, sample: TokenizedSample, index: int, num_visual_tokens: int) -> TokenizedSample:
-        is_image = sample.input_ids == IMAGE_TOKEN_INDEX
-        widths = torch.where(is_image, num_visual_tokens, 1)
-        if int(widths.sum()) <= self.model_max_length:
+        widths = torch.where(sample.input_ids == IMAGE_TOKEN_INDEX, num_visual_tokens, 1)
+        if (length := int(widths.sum())) <= self.model_max_length:
             return sample
         if not self._truncation_reported:
             self._truncation_reported = True
             logger.warning(
                 "%s has %d tokens and is cut to --model_max_length %d; further cuts are not reported by this process",
-                name_of(self.records, index),
-                int(widths.sum()),
-                self.model_max_length,
-            )
+                name_of(self.records, index), length, self.model_max_length,
+            )  # fmt: skip
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _named_errors(self, read: Callable[[ImagePlace], Value], place: ImagePlace, index: int) -> Value:
+    def _opened(self, read: Callable[[ImagePlace], Value], place: ImagePlace, index: int) -> Value:
         try:
             return read(place)
         except ImageError as error:
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
             raise kind(f"{name_of(self.records, index)}: {error}") from error
 
+    # --- lengths ---
+
     def token_counts(self) -> np.ndarray:
         """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3]."""
         settings = Tokenization(self.tokenizer, self.template, self.label_masking)
-        return token_counts(self.records, self.token_ids, settings, self.show_progress)
+        return token_counts(self.records, self._token_ids, settings, self.show_progress)
+
+    def _token_ids(self, index: int) -> torch.Tensor:
+        return self.tokenize(index).input_ids
 
     def image_sizes(self) -> np.ndarray:
         """Width and height of every sample's only picture, int32 [N, 2], as the preflight found them; else zeros."""
         if isinstance(self.records, RecordTable) and self.records.sizes:
-            return np.load(self.records.sizes, mmap_mode="r")[self.records.used]
-        return np.array([self._image_size(index) for index in range(len(self))], np.int32).reshape(-1, 2)
-
-    def _image_size(self, index: int) -> tuple[int, int]:
-        places = record_images(self.records[index])
-        return self._named_errors(self.images.size, places[0], index) if len(places) == 1 else (0, 0)
+            with np.load(self.records.sizes) as manifest:
+                return manifest["sizes"][self.records.used]
+        images = [record_images(record) for record in self.records]
+        sizes = [self._opened(self.images.size, p[0], i) if len(p) == 1 else (0, 0) for i, p in enumerate(images)]
+        return np.array(sizes, np.int32).reshape(-1, 2)
 
     def visual_tokens(self) -> int | np.ndarray:
         """Visual tokens of each image of a sample: one number for all samples, or one for every sample [N]."""
@@ -227,18 +223,9 @@ class LazySupervisedDataset(Dataset):
             counts, visual_tokens = self.token_counts(), self.visual_tokens()
             self._lengths = lengths_from_counts(counts, visual_tokens, self.model_max_length)
             whole = whole_lengths(counts, visual_tokens)
-            if (whole > self.model_max_length).any():
-                too_long = int((whole > self.model_max_length).sum())
+            if too_long := int((whole > self.model_max_length).sum()):
                 logger.info(
                     "%d of %d samples are cut to --model_max_length %d; the longest has %d tokens",
                     too_long, len(whole), self.model_max_length, whole.max(),
                 )  # fmt: skip
         return self._lengths
-
-
-class _ImageConfig:
-    """The part of a model config that `process_images` reads."""
-
-    def __init__(self, image_aspect_ratio: str | None, image_grid_pinpoints: tuple[Size, ...] | None = None):
-        self.image_aspect_ratio = image_aspect_ratio
-        self.image_grid_pinpoints = image_grid_pinpoints

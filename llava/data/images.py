@@ -19,7 +19,7 @@ from PIL import Image
 
 from llava.data.checks import ImagePlace, PlacedImage, Problem, RowImage, starts_from
 from llava.data.errors import DataError, named_by
-from llava.data.parquet_files import RowReader
+from llava.data.parquet_files import LostRows, RowReader
 from llava.data.zip_files import ZipMembers
 from llava.utils.digests import bytes_digest, remembered_digest
 from llava.utils.pixels import (
@@ -36,7 +36,6 @@ LARGEST_FILE = 1 << 29
 """Bytes; more than any picture has within Pillow's limit of pixels."""
 # EPS would start another program; the other formats that are missing here are no pictures, or not used for data.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
-_OF_AN_ENTRY = "the mixture entry's image_folder"
 
 
 class ImageError(ValueError):
@@ -70,22 +69,18 @@ class ImageStore:
         setting: str = "--image_folder",
         orientation: str = "stored",
     ):
-        self.root, self.setting = Path(image_folder or ""), setting
+        self.root, self.setting, self.orientation = Path(image_folder or ""), setting, orientation
         with named_by(setting):
             if not self.root.exists():
                 raise DataError(self.root, f"no such folder or zip file{starts_from(self.root)}")
             self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
-        self.orientation = orientation
         self._rows = RowReader()
-        self.others = {
-            other: ImageStore(other, cache_dir, setting=_OF_AN_ENTRY, orientation=orientation)
-            for other in others
-            if other is not None
-        }
+        options = {"setting": "the mixture entry's image_folder", "orientation": orientation}
+        self.others = {other: ImageStore(other, cache_dir, **options) for other in others if other is not None}
 
     def identity(self) -> str:
         """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
-        own = f"zip {self.archive.content()}" if self.archive else f"folder {os.path.realpath(self.root)}"
+        own = f"zip {self.archive.content}" if self.archive else f"folder {os.path.realpath(self.root)}"
         return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
 
     def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
@@ -104,11 +99,11 @@ class ImageStore:
         if isinstance(image, RowImage):
             return f"{image.row} {image.number} {shard_digest(Path(image.shard))}"
         if self.archive:
-            return f"{image} {self.archive.content()}"
+            return f"{image} {self.archive.content}"
         try:
-            return f"{image} {bytes_digest(Path(str(self._source(image))))}"
-        except ImageError as error:
-            return f"{image} {error.problem.kind}"
+            return f"{image} {bytes_digest(Path(self._file(image)))}"
+        except (OSError, ImageError) as error:
+            return f"{image} {self._fault(image, error).problem.kind}"
 
     def open(self, image: ImagePlace) -> Image.Image:
         """The picture, decoded, with levels of 8 bits; of an animated picture, the first frame.
@@ -129,13 +124,12 @@ class ImageStore:
             return upright_size(picture, self.orientation)
 
     def check(self, image: ImagePlace, full_decode: bool = False) -> tuple[tuple[int, int], Problem | None]:
-        """The size of a picture, and what is wrong with it, by its header or by decoding it, or the first warning.
-
-        Only the message of a fault names the picture.
-        """
+        """The size of a picture, and what is wrong with it, by its header or by decoding it, or the first warning."""
         try:
             with self._header(image) as picture:
-                return upright_size(picture, self.orientation), self._warning(picture, full_decode)
+                problem = self._warning(picture, full_decode)
+                named = problem and Problem(problem.kind, f"image {self.name(image)}: {problem.message}")
+                return upright_size(picture, self.orientation), named
         except ImageError as error:
             return (0, 0), error.problem
 
@@ -155,33 +149,24 @@ class ImageStore:
             with self.others[image.folder]._header(image.name) as picture:
                 yield picture
             return
-        source = self._source(image)
         try:
-            with picture_header(source) as picture:
+            with picture_header(self._source(image)) as picture:
                 yield picture
+        except LostRows:
+            raise
         except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-            raise self._unreadable(image, str(error) or type(error).__name__) from error
+            raise self._fault(image, error) from error
 
     def _source(self, image: str | RowImage) -> str | BytesIO:
-        try:
-            if isinstance(image, RowImage):
-                data = self._rows.read(image)
-            elif self.archive is None:
-                return self._file(image)
-            elif (size := self.archive.size(image) or 0) > LARGEST_FILE:
-                raise OSError(f"{size:,} bytes once unpacked; expected at most {LARGEST_FILE:,}")
-            else:
-                data = self.archive.read(image)
-            if not data:
-                raise OSError("it has no bytes")
-            return BytesIO(data)
-        except FileNotFoundError:
-            example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
-            where = "" if self.archive else starts_from(self.root)
-            message = f"image {self.name(image)} does not exist{where}; check {self.setting} and the record{example}"
-            raise ImageError("image_missing", message) from None
-        except OSError as error:
-            raise self._unreadable(image, str(error)) from error
+        if isinstance(image, RowImage):
+            data = self._rows.read(image)
+        elif self.archive:
+            data = self.archive.read(image, LARGEST_FILE)
+        else:
+            return self._file(image)
+        if not data:
+            raise OSError("it has no bytes")
+        return BytesIO(data)
 
     def _file(self, name: str) -> str:
         path, root = os.path.join(self.root, name), os.path.abspath(self.root)
@@ -206,8 +191,17 @@ class ImageStore:
         """What messages call a picture."""
         return str(image) if not isinstance(image, str) else f"{os.path.join(self.root, image)!s:.500}"
 
-    def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
-        return ImageError("image_unreadable", f"image {self.name(image)} cannot be decoded ({fault:.500})")
+    def _fault(self, image: str | RowImage, error: Exception) -> ImageError:
+        """What is wrong with a picture that could not be read."""
+        if isinstance(error, ImageError):
+            return error
+        if not isinstance(error, FileNotFoundError):
+            fault = str(error) or type(error).__name__
+            return ImageError("image_unreadable", f"image {self.name(image)} cannot be decoded ({fault:.500})")
+        example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
+        where = "" if self.archive else starts_from(self.root)
+        advice = f"check {self.setting} and the record{example}"
+        return ImageError("image_missing", f"image {self.name(image)} does not exist{where}; {advice}")
 
 
 @contextmanager

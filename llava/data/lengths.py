@@ -7,7 +7,7 @@ code that turns text into ids, do need one.
 Shapes: N samples, V visual tokens per image.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +17,7 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerBase
 
-import llava.conversation
-import llava.data.checks
-import llava.data.messages
-import llava.data.parquet_files
-import llava.data.preprocess
-import llava.data.turns
-import llava.mm_utils
+import llava
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation
 from llava.data.cache import made_once
@@ -37,8 +31,7 @@ Tokenize = Callable[[int], torch.Tensor]
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
 _CODE = (
-    llava.conversation, llava.data.checks, llava.data.messages, llava.data.parquet_files, llava.data.preprocess,
-    llava.data.turns, llava.mm_utils,
+    "conversation", "mm_utils", "data/checks", "data/messages", "data/parquet_files", "data/preprocess", "data/turns"
 )  # fmt: skip
 
 
@@ -77,7 +70,7 @@ class Tokenization(NamedTuple):
             tokenizer.backend_tokenizer.to_str(),
             repr(self.template),
             self.label_masking,
-            *(Path(module.__file__).read_text() for module in _CODE),
+            *(Path(llava.__path__[0], f"{module}.py").read_text() for module in _CODE),
         ]
         return sha256("\0".join(settings).encode()).hexdigest()
 
@@ -93,35 +86,27 @@ def token_counts(
         settings: what decides the ids, besides the records.
         show_progress: whether measuring shows a progress bar.
     """
-    total = len(records)
-    if not isinstance(records, RecordTable):
-        return np.array([row for rows in _counted(tokenize, total, show_progress) for row in rows], np.int32)
+
+    def measured() -> np.ndarray:
+        pieces = [range(start, min(start + _PIECE, len(records))) for start in range(0, len(records), _PIECE)]
+        parts = in_processes(_count, tokenize, pieces, worth=len(records) >= _WORTH_PROCESSES)
+        shown = progress(parts, "measuring lengths", "pieces", total=len(pieces), hidden=not show_progress)
+        return np.concatenate([np.zeros((0, 3), np.int32), *shown])
 
     def write(target: Path) -> None:
-        counts = np.lib.format.open_memmap(target, "w+", np.int32, (total, 3))
-        done = 0
-        for rows in _counted(tokenize, total, show_progress):
-            counts[done : done + len(rows)] = rows
-            done += len(rows)
-        counts.flush()
+        with target.open("wb") as file:
+            np.save(file, measured())
 
+    if not isinstance(records, RecordTable):
+        return measured()
     name = f"{records.key[:16]}.{settings.digest()[:16]}.counts.npy"
     return np.load(made_once(name, records.folders, write), mmap_mode="r")
 
 
-def _counted(tokenize: Tokenize, total: int, show: bool) -> Iterator[np.ndarray]:
-    """Yields the counts piece by piece, in order; measured on all cores of this process, if that is worth it."""
-    pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
-    with progress(total, "measuring lengths", "records", hidden=not show) as bar:
-        for rows in in_processes(_count, tokenize, pieces, worth=total >= _WORTH_PROCESSES):
-            yield rows
-            bar.update(len(rows))
-
-
 def _count(tokenize: Tokenize, indices: range) -> np.ndarray:
-    return np.array([_count_sample(tokenize(index).numpy()) for index in indices], np.int32)
-
-
-def _count_sample(ids: np.ndarray) -> tuple[int, int, int]:
-    placeholders = np.flatnonzero(ids == IMAGE_TOKEN_INDEX)
-    return len(ids) - len(placeholders), len(placeholders), int(placeholders[0]) if len(placeholders) else 0
+    counts = []
+    for index in indices:
+        is_image = tokenize(index).numpy() == IMAGE_TOKEN_INDEX
+        images = int(is_image.sum())
+        counts.append((len(is_image) - images, images, int(is_image.argmax())))  # argmax is 0 without images
+    return np.array(counts, np.int32)

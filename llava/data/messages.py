@@ -5,10 +5,22 @@ or with `from` and `value`; or TRL's `prompt` and `completion`, both lists of me
 becomes. A record in LLaVA's form stays as it is; a record of neither form is left to `llava.data.checks`.
 """
 
+import json
 from typing import Any
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import TURN_KEYS, Problem, Record, RepeatedKeys, image_keys
+from llava.data.checks import (
+    LONGEST_RECORD,
+    TURN_KEYS,
+    Element,
+    Problem,
+    Record,
+    RepeatedKeys,
+    image_keys,
+    record_problem,
+    row_image_fields,
+    text_problem,
+)
 
 TURN_PAIR = ("prompt", "completion")
 """TRL's names for the two halves of a conversation."""
@@ -24,6 +36,23 @@ class _Fault(ValueError):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
         self.problem = Problem(kind, message)
+
+
+def checked_element(value: object, text: str = "", problem: Problem | None = None) -> Element:
+    """The element of a record in any form, converted to LLaVA's and checked.
+
+    Args:
+        value: the record.
+        text: its JSON; empty if it has none yet.
+        problem: what kept the text from being parsed.
+    """
+    problem = text_problem(text) or problem
+    if problem is None:
+        record, problem = as_record(value)
+        if not text or record is not value:
+            text = json.dumps(record, default=row_image_fields)
+        problem = problem or text_problem(text) or record_problem(record)
+    return Element(text if len(text) <= LONGEST_RECORD else text[:1000], problem)
 
 
 def as_record(element: object) -> tuple[Any, Problem | None]:

@@ -32,31 +32,22 @@ _STRATEGY = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Which records of a data set are used: `all`, or the `first`, the last (`end`) or `random` ones."""
-
-    kind: str = "all"
-    number: float = 0
-    is_share: bool = False
-
-    def chosen(self, total: int, seed: list[int]) -> np.ndarray:
-        """The ascending indices of those of `total` records that are used; a share is rounded up as in LLaVA-NeXT."""
-        count = math.ceil(self.number * total / 100) if self.is_share else int(self.number)
-        count = total if self.kind == "all" else min(count, total)
-        if self.kind == "random":
-            return np.sort(np.random.default_rng(seed).permutation(total)[:count])
-        return np.arange(total - count, total) if self.kind == "end" else np.arange(count)
-
-
-@dataclass(frozen=True)
 class Entry:
-    """One data set of a mixture."""
+    """One data set of a mixture; `strategy` is LLaVA-NeXT's, with a number of records or a percentage."""
 
     data_path: str
     name: str
-    sampling: Sampling
+    strategy: tuple[str, float, bool]
     weight: float | None
     image_folder: str | None
+
+    def chosen(self, total: int, seed: list[int]) -> np.ndarray:
+        """The ascending indices of those of `total` records that are used; a share is rounded up as in LLaVA-NeXT."""
+        kind, number, is_share = self.strategy
+        count = min(math.ceil(number * total / 100) if is_share else int(number), total)
+        if kind == "random":
+            return np.sort(np.random.default_rng(seed).permutation(total)[:count])
+        return np.arange(total - count, total) if kind == "end" else np.arange(count)
 
 
 @dataclass(frozen=True)
@@ -70,17 +61,18 @@ class Mixture:
 
 
 def read_mixture(path: Path, seed: int) -> Mixture:
-    """The mixture that a YAML file describes.
-
-    Args:
-        path: the file.
-        seed: seed of `random` sampling, and of what weights draw.
+    """The mixture that a YAML file describes; `seed` is that of `random` sampling, and of what weights draw.
 
     Raises:
         DataError: an image folder does not exist, or the file is not a mixture; the message names the file, and the
             entry or the line.
     """
-    content = _parsed(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(path, f"no such file{starts_from(path)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(path, f"not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not isinstance(content.get("datasets"), list) or not content["datasets"]:
         raise DataError(path, f"expected a list of data sets under 'datasets', found {content!r:.80}")
     if unknown := [key for key in content if key not in ("datasets", "epoch_samples")]:
@@ -93,20 +85,10 @@ def read_mixture(path: Path, seed: int) -> Mixture:
         except ValueError as error:
             raise DataError(entry_name(path, number, name), str(error)) from None
     samples = content.get("epoch_samples")
-    if samples is not None and not (type(samples) is int and samples > 0):
-        raise DataError(path, f"'epoch_samples' is {samples!r}; expected a number of 1 or more")
-    if samples is not None and entries[0].weight is None:
-        raise DataError(path, "'epoch_samples' needs a 'weight' in every entry")
+    if samples is not None and (type(samples) is not int or samples < 1 or entries[0].weight is None):
+        expected = "expected a number of 1 or more, and a 'weight' in every entry"
+        raise DataError(path, f"'epoch_samples' is {samples!r}; {expected}")
     return Mixture(path, tuple(entries), samples, seed)
-
-
-def _parsed(path: Path) -> object:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(path, f"no such file{starts_from(path)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(path, f"not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
@@ -133,22 +115,18 @@ def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
     name = fields.get("name") or Path(fields["json_path"]).stem
     if name in (names := [entry.name for entry in before]):
         raise ValueError(f"has the name of entry {names.index(name)}; give them names under 'name'")
-    return Entry(data_path, name, _sampling(fields.get("sampling_strategy", "all")), weight, folder)
+    return Entry(data_path, name, _strategy(fields.get("sampling_strategy", "all")), weight, folder)
 
 
-def _sampling(strategy: object) -> Sampling:
-    if strategy == "all":
-        return Sampling()
-    match = _STRATEGY.fullmatch(strategy) if isinstance(strategy, str) else None
-    if match is None:
-        expected = "expected all, first:N, end:N or random:N, N a number or a percentage as in random:25%"
-        raise ValueError(f"'sampling_strategy' is {strategy!r:.80}; {expected}")
-    number, is_share = float(match[2]), bool(match[3])
-    if is_share and not 0 < number <= 100:
-        raise ValueError(f"'sampling_strategy' is {strategy!r}; expected a percentage above 0 and up to 100")
-    if not is_share and (number < 1 or number != int(number)):
-        raise ValueError(f"'sampling_strategy' is {strategy!r}; expected a whole number of 1 or more")
-    return Sampling(match[1], number, is_share)
+def _strategy(text: object) -> tuple[str, float, bool]:
+    if text == "all":
+        return "first", 100, True
+    match = _STRATEGY.fullmatch(text) if isinstance(text, str) else None
+    number, is_share = (float(match[2]), bool(match[3])) if match else (0, False)
+    if match and (0 < number <= 100 if is_share else number >= 1 and number == int(number)):
+        return match[1], number, is_share
+    expected = "all, first:N, end:N or random:N; N a whole number from 1, or a percentage up to 100 as in random:25%"
+    raise ValueError(f"'sampling_strategy' is {text!r:.80}; expected {expected}")
 
 
 def _place(path: Path, name: str) -> str:

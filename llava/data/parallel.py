@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 State = TypeVar("State")
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
+_work: tuple[Callable[[Any, Any], Any], Any]  # of a working process: its function and state
 
 
 def in_processes(
@@ -30,7 +31,8 @@ def in_processes(
     if not worth:
         yield from (function(state, piece) for piece in pieces)
         return
-    with ProcessPoolExecutor(min(cores(), len(pieces)) or 1, initializer=_set_up, initargs=(function, state)) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(min(cores, len(pieces)) or 1, initializer=_set_up, initargs=(function, state)) as pool:
         results = pool.map(_call, pieces)
         for piece in pieces:
             try:
@@ -43,20 +45,12 @@ def in_processes(
             yield result
 
 
-def cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_function: Callable[[Any, Any], Any]  # of a working process, as `_set_up` leaves it
-_state: Any
-
-
-def _set_up(function: Callable[[State, Piece], object], state: State) -> None:
-    global _function, _state
-    _function, _state = function, state
+def _set_up(*work: Any) -> None:
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
 
 
 def _call(piece: Any) -> Any:
-    return _function(_state, piece)
+    function, state = _work
+    return function(state, piece)

@@ -8,25 +8,24 @@ A row's bytes cannot be reached without reading the pages before it in its row g
 row groups of a few tens of MB at most (100 rows, the `datasets` library's choice for images).
 """
 
-import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Element, Record, RowImage, record_problem, shown_text, text_problem
+from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Element, RowImage
 from llava.data.errors import DataError
-from llava.data.messages import TURN_PAIR, as_record
+from llava.data.messages import TURN_PAIR, checked_element
 
 OTHER_FORMS = "docs/data.md, Other forms, makes records of CSV files and of questions and answers"
-LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
 _BUFFER = 1 << 20
@@ -41,75 +40,51 @@ def read_rows(path: Path, text_columns: list[str] | None = None) -> Iterator[Ele
         text_columns: what is read besides the images; by default what makes a record.
 
     Raises:
-        ValueError: the file is not Parquet, or a column is missing or of another type; the message names it.
+        DataError: the file is damaged or not Parquet, or a column is missing or of another type; the message names it.
     """
-    try:
-        with pq.ParquetFile(path) as file:
-            image = image_leaf(file, path)
-            columns = _text_columns(file.schema_arrow, path) if text_columns is None else text_columns
-            start = 0
-            for group in range(file.num_row_groups):
-                rows = yield from _group_rows(file, group, columns, image, start)
-                if rows != file.metadata.row_group(group).num_rows:
-                    raise DataError(path, _lost_rows(group, rows, file))
-                start += rows
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(path, f"cannot be read as Parquet ({error})") from error
+    with _parquet_file(path) as file:
+        images = _image_columns(file, path)
+        columns = _text_columns(file.schema_arrow, path) if text_columns is None else text_columns
+        start = 0
+        for group in range(file.num_row_groups):
+            rows = yield from _group_rows(file, path, group, columns, images, start)
+            if rows != file.metadata.row_group(group).num_rows:
+                raise DataError(path, _lost_rows(group, rows, file))
+            start += rows
 
 
 def parquet_digest(path: Path) -> str:
     """SHA-256 of a shard's footer and of all columns except the images' bytes; of these the footer holds the sizes.
 
     Raises:
-        ValueError: see `read_rows`.
+        DataError: see `read_rows`.
     """
     digest = sha256()
-    try:
-        with pq.ParquetFile(path) as file, path.open("rb") as raw:
-            image = image_leaf(file, path)
-            raw.seek(-8, 2)
-            footer = int.from_bytes(raw.read(4), "little") + 8
-            raw.seek(-footer, 2)
-            digest.update(raw.read(footer))
-            for column in _column_chunks(file):
-                if column.path_in_schema != image:
+    with _parquet_file(path) as file, path.open("rb") as raw:
+        images = _image_columns(file, path)
+        raw.seek(-8, 2)
+        footer = int.from_bytes(raw.read(4), "little") + 8
+        raw.seek(-footer, 2)
+        digest.update(raw.read(footer))
+        for group in range(file.num_row_groups):
+            for number in range(file.metadata.num_columns):
+                column = file.metadata.row_group(group).column(number)
+                if column.path_in_schema != images.bytes:
                     offsets = (column.dictionary_page_offset, column.data_page_offset)
                     raw.seek(min(offset for offset in offsets if offset is not None))
                     digest.update(raw.read(column.total_compressed_size))
-    except DataError:
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(path, f"cannot be read as Parquet ({error})") from error
     return digest.hexdigest()
 
 
-def largest_image_group(path: Path) -> int:
-    """Bytes of the images in the row group of a shard that has most of them; 0 without images."""
-    with pq.ParquetFile(path) as file:
-        image = image_leaf(file, path)
-        return max((c.total_uncompressed_size for c in _column_chunks(file) if c.path_in_schema == image), default=0)
-
-
-def _column_chunks(file: pq.ParquetFile) -> Iterator[pq.ColumnChunkMetaData]:
-    for group in range(file.num_row_groups):
-        for number in range(file.metadata.num_columns):
-            yield file.metadata.row_group(group).column(number)
-
-
-def unread_columns(path: Path) -> tuple[list[str], int]:
-    """The columns of a shard whose type nothing reads, and the number of its rows."""
-    with pq.ParquetFile(path) as file:
-        read = (*turn_columns(file.schema_arrow), *IMAGE_KEYS)
-        odd = [f.name for f in file.schema_arrow if f.name not in read and not _is_simple(f.type)]
-        return odd, file.metadata.num_rows
-
-
-def with_row_images(record: Record, shard: str, row: int) -> Record:
-    """`record` with `RowImage`s for the images whose bytes are in its row; in a list of images these are null."""
-    names = record.get("image")
-    if not isinstance(names, list):
-        return record | {"image": RowImage(shard, row)}
-    return record | {"image": [RowImage(shard, row, i) if name is None else name for i, name in enumerate(names)]}
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:  # a ValueError also where text is not UTF-8
+        raise DataError(path, f"cannot be read as Parquet ({error})") from error
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -117,154 +92,111 @@ def with_row_images(record: Record, shard: str, row: int) -> Record:
 
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     """The columns that make up the records' text, without the images; those of turns come first."""
-    turns = turn_columns(schema)
-    if not turns:
+    if not (turns := turn_columns(schema)):
         columns = ", ".join(schema.names) or "none"
         raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}: {OTHER_FORMS}")
-    for name in turns:
-        fields = _turn_fields(schema, name)
-        if not ({"from", "value"} <= fields.keys() or {"role", "content"} <= fields.keys()):
-            raise DataError(
-                path,
-                f"column {name!r} is {schema.field(name).type}; expected a list of structs of the texts 'from' and "
-                "'value', or 'role' and 'content'",
-            )
-    return turns + [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and _is_simple(f.type)]
+    further = [field for field in schema if field.name not in (*turns, *IMAGE_KEYS)]
+    return turns + [field.name for field in further if types.is_primitive(field.type) or _is_text(field.type)]
 
 
 def turn_columns(schema: pa.Schema) -> list[str]:
     """The columns that hold turns, or should."""
     turns = [name for name in TURN_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
-    parts = [name for name in TURN_PAIR if name in schema.names and _turn_fields(schema, name)]
+    parts = [name for name in TURN_PAIR if name in schema.names and _is_list(schema.field(name).type)]
     return turns or (parts if len(parts) == 2 else [])
-
-
-def _turn_fields(schema: pa.Schema, name: str) -> dict[str, pa.DataType]:
-    """The fields of a column's turns that hold texts or lists of parts; empty if it is not a list of structs."""
-    kind = schema.field(name).type
-    if not _is_list(kind) or not types.is_struct(kind.value_type):
-        return {}
-    return {field.name: field.type for field in kind.value_type if _is_text(field.type) or _is_list(field.type)}
 
 
 def _is_text(kind: pa.DataType) -> bool:
     return types.is_string(kind) or types.is_large_string(kind)
 
 
-def _is_simple(kind: pa.DataType) -> bool:
-    return _is_text(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-
-
 def _is_list(kind: pa.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind)
 
 
-def _image_column(schema: pa.Schema, path: Path) -> tuple[str, pa.DataType] | None:
-    """The name of the images' column, and the type of an image in it.
+class _ImageColumns(NamedTuple):
+    """The column of a shard's images, and in it those of their bytes and paths, such as `image.bytes`; or None."""
+
+    name: str = ""
+    bytes: str | None = None
+    paths: str | None = None
+    is_list: bool = False
+
+
+def _image_columns(file: pq.ParquetFile, path: Path) -> _ImageColumns:
+    """Where a shard has its images, if it has any.
 
     Raises:
-        ValueError: there are two such columns.
+        DataError: the images' column has a type that cannot hold images, or there are two such columns.
     """
+    schema = file.schema_arrow
     names = [name for name in IMAGE_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
     if len(names) > 1:
         raise DataError(path, "columns 'image' and 'images'; keep the one that holds the images")
     if not names:
-        return None
-    kind = schema.field(names[0]).type
-    return names[0], kind.value_type if _is_list(kind) else kind
-
-
-def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
-    """The column that holds the images' bytes, such as `image`, `image.bytes` or `images.list.element.bytes`, or None.
-
-    Raises:
-        ValueError: the images' column has a type that cannot hold images, or there are two such columns.
-    """
-    column = _image_column(file.schema_arrow, path)
-    if column is None or _is_text(column[1]) or types.is_null(column[1]):
-        return None
-    name, kind = column
-    holder = kind.field("bytes").type if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
-    if not (types.is_binary(holder) or types.is_large_binary(holder)):
+        return _ImageColumns()
+    name, kind = names[0], schema.field(names[0]).type
+    image = kind.value_type if _is_list(kind) else kind
+    if _is_text(image) or types.is_null(image):
+        return _ImageColumns(name, None, name)
+    fields = {field.name: field.type for field in image} if types.is_struct(image) else {"": image}
+    end = ".bytes" if types.is_struct(image) else ""
+    held = fields.get(end[1:])
+    if held is None or not (types.is_binary(held) or types.is_large_binary(held)):
         expected = "a struct of 'bytes' and 'path', bytes, a path, or a list of these"
-        raise DataError(path, f"column {name!r} is {file.schema_arrow.field(name).type}; expected {expected}")
-    return _leaf(file, name, "" if holder is kind else ".bytes")
-
-
-def _leaf(file: pq.ParquetFile, name: str, end: str) -> str:
-    leaves = (file.schema.column(number).path for number in range(len(file.schema)))
-    return next(leaf for leaf in leaves if (leaf == name or leaf.startswith(f"{name}.")) and leaf.endswith(end))
-
-
-def _path_leaf(file: pq.ParquetFile, name: str, kind: pa.DataType) -> str | None:
-    """The column of the images' paths beside their bytes."""
-    return _leaf(file, name, ".path") if types.is_struct(kind) and kind.get_field_index("path") >= 0 else None
+        raise DataError(path, f"column {name!r} is {kind}; expected {expected}")
+    every = [file.schema.column(number).path for number in range(len(file.schema))]
+    leaves = [leaf for leaf in every if f"{leaf}.".startswith(f"{name}.")]
+    paths = next((leaf for leaf in leaves if "path" in fields and leaf.endswith(".path")), None)
+    return _ImageColumns(name, next(leaf for leaf in leaves if leaf.endswith(end)), paths, _is_list(kind))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _group_rows(
-    file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int
+    file: pq.ParquetFile, path: Path, group: int, columns: list[str], images: _ImageColumns, start: int
 ) -> Generator[Element, None, int]:
     """Yields the records of a row group, and returns how many rows were read."""
-    name, kind = _image_column(file.schema_arrow, Path()) or ("", pa.null())
-    paths = _path_leaf(file, name, kind) if image else name
-    held = _with_bytes(file, group, name, image, paths) if image else None
-    if held is not None and len(held) != file.metadata.row_group(group).num_rows:
-        return len(held)
+    has_bytes = _with_bytes(file, group, images) if images.bytes else None
+    if has_bytes is not None and len(has_bytes) != file.metadata.row_group(group).num_rows:
+        return len(has_bytes)
     done = 0
-    read = columns + ([paths] if paths else [])
+    read = columns + ([images.paths] if images.paths else [])
     for batch in file.iter_batches(_ROWS, row_groups=[group], columns=read, use_threads=False):
         for record in batch.to_pylist():
-            images, with_bytes = _row_images(_paths(record.pop(name, None)), held and held[done])
-            if images is not None:
-                record["image"] = images
-            yield _element(record, start + done if with_bytes else None)
+            paths = record.pop(images.name, None)
+            places = _places(paths, has_bytes and has_bytes[done], str(path), start + done)
+            yield checked_element(record if places is None else record | {"image": places})
             done += 1
     return done
 
 
-def _element(record: Record, row: int | None) -> Element:
-    """The element of a row's record, in LLaVA's form; `row` is the row's number if it holds images itself."""
-    whole, problem = as_record(record if row is None else with_row_images(record, "", row))
-    if problem is None:
-        images = {"image": record["image"]} if "image" in record else {}
-        record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | images
-    text = json.dumps(record, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
-    return Element(shown_text(text), problem or text_problem(text) or record_problem(whole), row)
+def _places(paths: Any, has_bytes: Any, shard: str, row: int, number: int | None = None) -> Any:
+    """Where a row's images are, or one of them: a `RowImage` for bytes, else its path; None if the row has none."""
+    if isinstance(images := paths or has_bytes, list):
+        each = zip(paths or [None] * len(images), has_bytes or [False] * len(images), strict=True)
+        return [_places(*image, shard, row, number) for number, image in enumerate(each)]
+    if has_bytes:
+        return RowImage(shard, row, number)
+    return paths.get("path") if isinstance(paths, dict) else paths
 
 
-def _paths(value: Any) -> Any:
-    """The paths of a row's images: one, a list of them, or None."""
-    if isinstance(value, list):
-        return [_paths(image) for image in value]
-    return value.get("path") if isinstance(value, dict) else value
-
-
-def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
-    """The images as the record's text names them, with null for bytes in a list; and whether the row holds bytes."""
-    if isinstance(held, list):
-        names = names or [None] * len(held)
-        return [None if there else name for name, there in zip(names, held, strict=True)], any(held)
-    return (None, True) if held else (names, False)
-
-
-def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str, paths: str | None) -> list[Any]:
+def _with_bytes(file: pq.ParquetFile, group: int, images: _ImageColumns) -> list[Any]:
     """Which images of a row group are bytes, True or False, or a list of these; bytes are read only if need be."""
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(metadata.num_columns))
-    statistics = next(column.statistics for column in columns if column.path_in_schema == image)
+    statistics = next(column.statistics for column in columns if column.path_in_schema == images.bytes)
     nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
-    if not _is_list(file.schema_arrow.field(name).type) and nulls in (0, metadata.num_rows):
-        return [nulls == 0] * metadata.num_rows
-    if nulls is not None and paths:
+    if nulls == 0 and not images.is_list:
+        return [True] * metadata.num_rows
+    if nulls is not None and images.paths:
         # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
-        table = file.read_row_group(group, columns=[paths], use_threads=False)
-        there = [_is_there(row) for row in table.column(name).to_pylist()]
+        table = file.read_row_group(group, columns=[images.paths], use_threads=False)
+        there = [_is_there(row) for row in table.column(images.name).to_pylist()]
         if sum(row.count(False) or not row if isinstance(row, list) else not row for row in there) == nulls:
             return there
-    batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False)
+    batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[images.bytes], use_threads=False)
     return [_is_there(row, "bytes") for batch in batches for row in batch.column(0).to_pylist()]
 
 
@@ -301,11 +233,8 @@ class RowReader:
         self._held: pa.Array | None = None
         self._first = 0  # row of the first held value
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}
-
-    def __setstate__(self, _: dict[str, object]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RowReader, ()
 
     def read(self, image: RowImage) -> bytes:
         """The bytes of the image in its row.
@@ -317,7 +246,10 @@ class RowReader:
         try:
             value = self._find(image)
         except Exception as error:  # pyarrow raises whatever damaged bytes lead it to
-            self._forget(image.shard)
+            # After an error a reader continues past the damage, as if the rows there were the next: it is closed.
+            self._group, self._held, self._batches = None, None, iter(())
+            if image.shard in self._shards:
+                self._shards.pop(image.shard)[0].close()
             if isinstance(error, (OSError, LostRows)):
                 raise
             raise OSError(str(error) or "the shard has changed") from error
@@ -328,8 +260,7 @@ class RowReader:
     def _find(self, image: RowImage) -> bytes | None:
         file, leaf, starts = self._shard(image.shard)
         group = bisect_right(starts, image.row) - 1
-        behind = self._group == (image.shard, group) and image.row >= self._first
-        if not behind:
+        if self._group != (image.shard, group) or image.row < self._first:
             self._batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[leaf], use_threads=False)
             self._group, self._held, self._first = (image.shard, group), None, starts[group]
         while self._held is None or image.row - self._first >= len(self._held):
@@ -342,18 +273,14 @@ class RowReader:
         value = value if image.number is None else value[image.number]
         return value.get("bytes") if isinstance(value, dict) else value
 
-    def _forget(self, path: str) -> None:
-        """Closes a shard: after an error its reader continues past the damage, as if the rows there were the next."""
-        self._group, self._held, self._batches = None, None, iter(())
-        if path in self._shards:
-            self._shards.pop(path)[0].close()
-
     def _shard(self, path: str) -> tuple[pq.ParquetFile, str, list[int]]:
+        """The open shard, the column of its images' bytes, and the first row of each row group."""
         if path not in self._shards:
             # Pages are read one after the other: a whole row group of images may exceed a worker's share of memory.
             file = pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
             rows = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-            self._shards[path] = file, image_leaf(file, Path(path)) or "image", list(accumulate(rows, initial=0))
+            leaf = _image_columns(file, Path(path)).bytes or "image"
+            self._shards[path] = file, leaf, list(accumulate(rows, initial=0))
             if len(self._shards) > _OPEN_SHARDS:
                 self._shards.popitem(last=False)[1][0].close()
         self._shards.move_to_end(path)

@@ -1,109 +1,292 @@
-"""Checks every record and picture of a planned training, and shows its findings.
+"""Checks every record and picture once, before the first step.
 
     python -m llava.data.preflight --data_path DATA --image_folder IMAGES --version qwen_1_5 --label_masking upstream
 
-Training does the same before its first step, and reuses the manifest that this writes. Exit status 1 if there are
-faults.
+A fault is something that training cannot use; a warning is something that it uses in a way that may surprise. The
+findings are kept in a manifest beside the data, whose name follows from data, image folder and rules, so that later
+starts only read it; the size of every picture, which its header gave, is kept with it. Training does the same before
+its first step. Exit status 1 if there are faults.
 """
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
 
-from llava.conversation import get_template
+import numpy as np
+
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.conversation import Conversation, get_template
+from llava.data.cache import made_once
+from llava.data.checks import ImagePlace, Problem, Record, other_marker, record_images
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.parquet_files import LARGE_GROUP, largest_image_group
-from llava.data.preflight_manifest import Manifest, Rules, fault_kinds, preflight, unread_fields, warning_kinds, when
+from llava.data.parallel import in_processes
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.table import source_lines
-from llava.data.turns import LABEL_MASKINGS
+from llava.data.turns import LABEL_MASKINGS, LabelMasking, check_has_image, normalize_image_tokens, training_turns
 from llava.utils.commands import Parser, exit_status
+from llava.utils.digests import file_stamp
+from llava.utils.files import replacing
 from llava.utils.pixels import ORIENTATIONS
+from llava.utils.progress import progress
 
+PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
+FAULTS = ("json", "schema", "text", "placeholders", "turns", *PICTURE_FAULTS)
+"""Their kinds; docs/data.md says what each means, as of the warnings `other_marker`, `turned` and `dark`."""
+_FORMAT = 7  # of the manifest; to be raised when the checks find more
+_PIECE = 512  # records that a process checks at a time
+_WORTH_PROCESSES = 2048  # records
+_LISTED_WARNINGS = 1000
 _SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is checked besides the rules for all records: the order of speakers, and how much of a picture."""
+
+    template: Conversation
+    label_masking: LabelMasking
+    full_decode: bool = False
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The findings of a preflight.
+
+    Args:
+        full_decode: whether pictures were decoded in full.
+        counts: numbers of records, of those with and without images, of images, and of warnings of each kind.
+        faults: by kind, the index and message of every record at fault.
+        warnings: by kind, the first ones, alike.
+        checked: when the check ended, in seconds since the epoch.
+    """
+
+    full_decode: bool
+    counts: dict[str, int]
+    faults: dict[str, list[tuple[int, str]]]
+    warnings: dict[str, list[tuple[int, str]]]
+    checked: float = field(compare=False)
+
+    def bad_records(self) -> list[int]:
+        """The indices of all records with faults, ascending."""
+        return sorted({index for findings in self.faults.values() for index, _ in findings})
+
+    def fault_kinds(self) -> str:
+        """The number of faults of each kind, in words."""
+        return ", ".join(f"{len(findings):,} {kind}" for kind, findings in self.faults.items())
+
+    def warning_kinds(self) -> str:
+        """The number of warnings of each kind, in words."""
+        return ", ".join(f"{self.counts[kind]:,} {kind}" for kind in self.warnings)
+
+    def when(self) -> str:
+        """The time of the check, as messages write it."""
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.checked))
+
+
+def preflight(
+    table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool = True
+) -> tuple[Manifest, Path]:
+    """The manifest of `table`, and its file; if there is none yet, one process makes it while others wait.
+
+    An existing manifest is used as long as the pictures that were at fault still are.
+
+    Args:
+        table: as loaded with `check=False`, each record once.
+        images: where the records' images are.
+        rules: what to check for. A manifest made with `full_decode` also serves without it.
+        show_progress: whether the process that checks shows a bar.
+
+    Raises:
+        OSError: no cache folder can be written.
+        ChildProcessError: see `in_processes`.
+    """
+
+    def is_current(path: Path) -> bool:
+        manifest = _read(path)
+        return rules.full_decode <= manifest.full_decode and _still_at_fault(manifest, table, images)
+
+    settings = [str(_FORMAT), images.identity(), repr(rules.template), rules.label_masking]
+    settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
+    # The key does not cover the bytes of images in rows.
+    settings += [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
+    name = f"{table.key[:16]}.{sha256(' '.join(settings).encode()).hexdigest()[:16]}.preflight.npz"
+    path = made_once(name, table.folders, partial(_write, table, images, rules, show_progress), is_current)
+    return _read(path), path
+
+
+def _read(path: Path) -> Manifest:
+    with np.load(path) as stored:
+        return Manifest(**json.loads(stored["manifest"].tobytes()))
+
+
+def _still_at_fault(manifest: Manifest, table: RecordTable, images: ImageStore) -> bool:
+    bad = {index for kind in PICTURE_FAULTS for index, _ in manifest.faults.get(kind, ())}
+    check = partial(images.check, full_decode=manifest.full_decode)
+    return all(
+        any(problem and problem.kind in FAULTS for _, problem in map(check, record_images(table[index])))
+        for index in sorted(bad)
+    )
+
+
+def usable_records(
+    table: RecordTable, manifest: Manifest, on_bad_record: str, command: str, path: Path | None = None
+) -> RecordTable:
+    """The records of an epoch of `table`, without those with faults.
+
+    Args:
+        table: the table that the manifest was made of.
+        manifest: names the records with faults.
+        on_bad_record: `skip`, or `error` to refuse them.
+        command: the command that shows all faults, for the message.
+        path: the manifest's file, from which the records then have their pictures' sizes.
+
+    Raises:
+        ValueError: there are records with faults that are not to be skipped, or no record is left.
+    """
+    bad = manifest.bad_records()
+    if bad and (on_bad_record == "error" or len(bad) == len(table)):
+        shown = [text for findings in manifest.faults.values() for _, text in findings[: _SHOWN // 2]][:_SHOWN]
+        lines = "\n  ".join(shown)
+        raise ValueError(
+            f"{len(bad):,} of {len(table):,} records cannot be used ({manifest.fault_kinds()}):\n  {lines}\n"
+            f"all of them: {command} --list\n"
+            + ("no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out")
+        )
+    records = table.without(bad).epoch()
+    records.sizes = path
+    return records
+
+
+def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None:
+    """Writes every fault with its record's text, one JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for kind, findings in manifest.faults.items():
+            for index, message in findings:
+                line = {"record": index, "kind": kind, "fault": message, "text": table.text(index)}
+                file.write(json.dumps(line) + "\n")
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+Part = tuple[list[tuple[int, Problem]], Counter[str], np.ndarray]
+"""Of a piece of the table: index and problem of each finding, counts, and [N, 2] sizes of records' only pictures."""
+
+
+def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool, target: Path) -> None:
+    manifest, sizes = _checked(table, images, rules, show_progress)
+    with target.open("wb") as file:
+        np.savez(file, manifest=np.frombuffer(json.dumps(asdict(manifest)).encode(), np.uint8), sizes=sizes)
+
+
+def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> tuple[Manifest, np.ndarray]:
+    """The manifest, and by position width and height of a record's only picture [N, 2]; zeros for other records."""
+    faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
+    warnings: dict[str, list[tuple[int, str]]] = {}
+    counts = Counter(records=len(table), with_images=0, text_only=0, images=0)
+    used = table.used
+    sizes = np.zeros((used.max() + 1, 2), np.int32)
+    pieces = [range(start, min(start + _PIECE, len(table))) for start in range(0, len(table), _PIECE)]
+    parts = in_processes(_check_piece, (table, images, rules), pieces, worth=len(table) >= _WORTH_PROCESSES)
+    with progress(len(table), "checking records", "records", hidden=not show_progress) as bar:
+        for piece, (findings, part_counts, part_sizes) in zip(pieces, parts, strict=True):
+            counts.update(part_counts)
+            sizes[used[piece.start : piece.stop]] = part_sizes
+            for index, (kind, message) in findings:
+                if kind in faults:
+                    faults[kind].append((index, message))
+                    continue
+                counts[kind] += 1
+                if counts[kind] <= _LISTED_WARNINGS:
+                    warnings.setdefault(kind, []).append((index, message))
+            bar.update(len(piece))
+    faults = {kind: findings for kind, findings in faults.items() if findings}
+    return Manifest(rules.full_decode, dict(counts), faults, warnings, time.time()), sizes
+
+
+def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> Part:
+    table, images, rules = state
+    findings, counts, sizes = [], Counter[str](), np.zeros((len(piece), 2), np.int32)
+    for index in piece:
+        if problem := table.problem(index):
+            problems = [problem]
+        else:
+            record = table[index]
+            pictures = record_images(record)
+            counts.update(with_images=bool(pictures), text_only=not pictures, images=len(pictures))
+            checks = [images.check(picture, rules.full_decode) for picture in pictures]
+            if len(checks) == 1:
+                sizes[index - piece.start] = checks[0][0]
+            problems = [*_text_problems(record, pictures, rules), *(problem for _, problem in checks if problem)]
+        findings += [(index, Problem(p.kind, f"{table.named(index)}: {p.message}")) for p in problems]
+    return findings, counts, sizes
+
+
+def _text_problems(record: Record, images: list[ImagePlace], rules: Rules) -> Iterator[Problem]:
+    """Faults and warnings of a well-formed record's turns."""
+    try:
+        check_has_image(rules.template, bool(images))
+        turns = training_turns(record["conversations"], rules.template, rules.label_masking, bool(images))
+        if images:
+            turns = normalize_image_tokens(turns, rules.template, rules.label_masking)
+            if (written := sum(text.count(DEFAULT_IMAGE_TOKEN) for _, text in turns)) != len(images):
+                yield Problem("placeholders", f"{len(images)} images, but {written} places for them in the prompt")
+    except ValueError as error:
+        yield Problem("turns", str(error))
+    if marker := other_marker(record):
+        advice = f"write {DEFAULT_IMAGE_TOKEN} where a picture belongs"
+        yield Problem("other_marker", f"{marker!r} is only text here; {advice}")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("python -m llava.data.preflight", description=__doc__)
-    parser.add_argument("--data_path", required=True, help="records, as the trainer takes them")
-    parser.add_argument("--image_folder", help="folder or zip file that the records' image paths start from")
-    parser.add_argument("--version", default="v1", help="conversation template of the planned training (default v1)")
-    add_flags(parser, label_masking="assistant")
+    add = parser.add_argument
+    add("--data_path", required=True, help="records, as the trainer takes them")
+    add("--image_folder", help="folder or zip file that the records' image paths start from")
+    add("--version", default="v1", help="conversation template of the planned training")
+    add("--label_masking", choices=LABEL_MASKINGS, default="assistant", help="as in training")
+    add("--data_cache_dir", help="where the results are kept; default .llava_cache beside the data")
+    add("--full_decode", action="store_true", help="decode every picture, not only its header")
+    add("--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws")
+    add("--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training")
+    add("--list", action="store_true", help="show every fault, not only the first of each kind")
     args = parser.parse_args(argv)
     return exit_status(lambda: named_by("--data_path")(show)(args))
 
 
-def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
-    """Adds the flags of `show` other than data and template, under the trainer's names."""
-    parser.add_argument(
-        "--label_masking",
-        choices=LABEL_MASKINGS,
-        default=label_masking,
-        help=f"which tokens the training learns (default {label_masking})",
-    )
-    parser.add_argument("--data_cache_dir", help="where the results are kept; default .llava_cache beside the data")
-    parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
-    parser.add_argument(
-        "--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws (default 42)"
-    )
-    parser.add_argument("--recheck", action="store_true", help="check again, ignoring an earlier result")
-    parser.add_argument(
-        "--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training (default stored)"
-    )
-    parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
-
-
 def show(args: argparse.Namespace) -> int:
     """Checks the data and prints the findings; returns 1 if there are faults, else 0."""
-    table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
-    images = ImageStore(
-        args.image_folder, args.data_cache_dir, others=table.image_folders, orientation=args.image_orientation
-    )
+    cache, started = args.data_cache_dir, time.time()
+    table = load_records(args.data_path, cache, check=False, show_progress=True, seed=args.seed)
+    images = ImageStore(args.image_folder, cache, table.image_folders, orientation=args.image_orientation)
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
-    started = time.time()
-    manifest, path = preflight(table, images, rules, recheck=args.recheck)
-    print(report(manifest, None if args.list else _SHOWN))
-    if table.source_names:
-        print(_sources(table.without(manifest.bad_records())))
-    size = max((largest_image_group(source) for source in set(table.sources) if source.suffix == ".parquet"), default=0)
-    if size > LARGE_GROUP:
-        print(
-            f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random; "
-            "docs/data.md writes them again with small ones"
-        )
-    print(
-        f"checked   {when(manifest)}" + (", remembered; --recheck checks again" if manifest.checked < started else "")
-    )
-    print(f"manifest  {path}")
-    return int(bool(manifest.faults))
-
-
-def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
-    """The manifest as text, with the first findings of each kind; all of them where `shown` is None."""
-    counts = manifest.counts
+    manifest, path = preflight(table, images, rules)
+    counts, shown = manifest.counts, None if args.list else _SHOWN
     how = "decoded in full" if manifest.full_decode else "by their headers"
-    lines = [
+    print(
         f"records   {counts['records']:,}: {counts['with_images']:,} with images, {counts['text_only']:,} text only; "
-        f"{counts['images']:,} images, {how}",
-        f"faults    {fault_kinds(manifest) or 'none'}",
-    ]
-    for kind, findings in manifest.faults.items():
-        lines += [f"  {kind}:", *(f"    {text}" for _, text in findings[:shown])]
-    lines.append(f"warnings  {warning_kinds(manifest) or 'none'}")
-    for kind, findings in manifest.warnings.items():
-        lines += [f"  {kind}:", *(f"    {text}" for _, text in findings[:shown])]
-    if manifest.unread:
-        lines.append(f"not read  {unread_fields(manifest)}")
-    return "\n".join(lines)
-
-
-def _sources(table: RecordTable) -> str:
-    """The data sets of a mixture, with their shares of an epoch."""
-    try:
-        return "\n".join(["sources", *(f"  {line}" for line in source_lines(table.epoch()))])
-    except ValueError as error:
-        return f"sources   {error}"
+        f"{counts['images']:,} images, {how}\n"
+        f"faults    {manifest.fault_kinds() or 'none'}\nwarnings  {manifest.warning_kinds() or 'none'}"
+    )
+    for kind, findings in (*manifest.faults.items(), *manifest.warnings.items()):
+        print(f"  {kind}:", *(f"    {text}" for _, text in findings[:shown]), sep="\n")
+    if table.source_names:
+        usable = table.without(manifest.bad_records())
+        print("sources", *(f"  {line}" for line in source_lines(usable.epoch())), sep="\n")
+    remembered = f", remembered; remove {path} to check again" if manifest.checked < started else ""
+    print(f"checked   {manifest.when()}{remembered}")
+    return int(bool(manifest.faults))
 
 
 if __name__ == "__main__":

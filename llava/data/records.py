@@ -9,50 +9,38 @@ text of a JSON list in memory; after that nothing grows with the number of recor
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import glob
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import pyarrow as pa
 
 from llava.data.cache import cache_folders, cached_file, made_once
-from llava.data.checks import (
-    Element,
-    Problem,
-    Record,
-    json_object,
-    record_images,
-    record_name,
-    record_problem,
-    shown_text,
-    starts_from,
-    text_problem,
-)
+from llava.data.checks import Element, Problem, Record, json_object, record_images, record_name, starts_from
 from llava.data.errors import DataError
-from llava.data.messages import as_record
+from llava.data.messages import checked_element
 from llava.data.mixture import MIXTURES, Mixture, entry_name, read_mixture
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
-from llava.data.table import RecordTable, map_rows, mixed_table
+from llava.data.table import RecordTable, mixed_table
 from llava.utils.digests import bytes_digest, content_hash, file_stamp, known_hash
 from llava.utils.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
-Value = TypeVar("Value")
 DEFAULT_SEED = 42
 """The trainer's default."""
 _SHOWN_PROBLEMS = 10
-_FORMAT = 7  # of the Arrow file; raised when checks or forms are added, since a file is converted once
-_SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
+_FORMAT = 8  # of the Arrow file; raised when checks or forms are added, since a file is converted once
+_SCHEMA = pa.schema([("record", pa.binary()), ("kind", pa.string()), ("problem", pa.string())])
 _ROWS = 1024  # of a piece of the Arrow file
 _BEGIN = 1 << 12  # characters that tell a list from lines
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv)(\.(gz|bz2|xz|zst|lz4|br|zip))?$", re.IGNORECASE)
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
-"""Files of a folder that describe its data for the `datasets` library, and hold no records."""
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # for the `datasets` library; they hold no records
 _WORTH_PROCESSES = 4  # files
 
 
@@ -80,7 +68,10 @@ def load_records(
         OSError: no cache folder can be written, or a damaged file ended the process that read it.
     """
     if mixture := _mixture(data_path, seed):
-        tables = [_of_entry(mixture, i, _table, cache_dir, show_progress) for i in range(len(mixture.entries))]
+        tables = []
+        for number, entry in enumerate(mixture.entries):
+            with _in_messages(mixture, number):
+                tables.append(_table(entry.data_path, cache_dir, show_progress))
         table = mixed_table(mixture, tables)
     else:
         table = _table(data_path, cache_dir, show_progress)
@@ -99,12 +90,10 @@ def data_files(data_path: str) -> list[Path]:
     Raises:
         DataError: a name has no file, or a file is of another kind; the message says which.
     """
-    if mixture := _mixture(data_path):
-        return [file for i in range(len(mixture.entries)) for file in _of_entry(mixture, i, data_files)]
     files: list[Path] = []
     for name in filter(None, (part.strip() for part in data_path.split(","))):
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
-        named = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
+        named = [file for match in matches for file in (_folder_files(match) if match.is_dir() else [match])]
         if not named:
             expected = f"expected {', '.join(_SUFFIXES)}, or a folder of such files"
             raise DataError(name, f"no such file{starts_from(name)}; {expected}")
@@ -116,7 +105,7 @@ def data_files(data_path: str) -> list[Path]:
     return files
 
 
-def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
+def _mixture(data_path: str, seed: int) -> Mixture | None:
     """The mixture that `data_path` names, or None if it names files."""
     parts = [part.strip() for part in data_path.split(",") if part.strip()]
     if not any(part.endswith(MIXTURES) for part in parts):
@@ -126,16 +115,17 @@ def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
     return read_mixture(Path(parts[0]), seed)
 
 
-def _of_entry(mixture: Mixture, number: int, read: Callable[..., Value], *options: object) -> Value:
-    """Calls `read` on an entry's files; the message of an error names the mixture and the entry too."""
+@contextmanager
+def _in_messages(mixture: Mixture, number: int) -> Iterator[None]:
+    """Names the mixture and its entry in the messages of errors."""
     try:
-        return read(mixture.entries[number].data_path, *options)
+        yield
     except (DataError, OSError) as error:
         problem = f"json_path {error}" if isinstance(error, DataError) else str(error)
         raise DataError(entry_name(mixture.path, number, mixture.entries[number].name), problem) from error
 
 
-def folder_files(folder: Path) -> list[Path]:
+def _folder_files(folder: Path) -> list[Path]:
     """The records' files below a folder, by path: all Parquet, or all JSON; hidden files and folders do not count.
 
     Raises:
@@ -152,9 +142,9 @@ def folder_files(folder: Path) -> list[Path]:
         raise DataError(folder, f"{other} would not be read; {advice}")
     if not files:
         raise DataError(folder, f"the folder has no file that ends in {', '.join(_SUFFIXES)}")
-    rows = [file for file in files if file.suffix == ".parquet"]
-    if rows and len(rows) < len(files):
-        both = f"{len(rows)} Parquet files and {len(files) - len(rows)} of JSON, which may be the same records twice"
+    rows = sum(file.suffix == ".parquet" for file in files)
+    if 0 < rows < len(files):
+        both = f"{rows} Parquet files and {len(files) - rows} of JSON, which may be the same records twice"
         raise DataError(folder, f"the folder has {both}; name one, as in '{folder}/**/*.parquet'")
     return files
 
@@ -203,32 +193,27 @@ def _arrow_name(source: Path, content: str) -> str:
 
 def _convert(source: Path, target: Path) -> None:
     elements = read_rows(source) if source.suffix == ".parquet" else read_json(source)
-    piece: list[Element] = []
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        for element in elements:
-            piece.append(element)
-            if len(piece) == _ROWS:
-                writer.write_batch(_batch(piece))
-                piece = []
-        if piece:
-            writer.write_batch(_batch(piece))
-    if not len(map_rows(target)):
+        total = 0
+        while piece := list(islice(elements, _ROWS)):
+            rows = [
+                {
+                    "record": element.text.encode("utf-8", "surrogateescape"),
+                    "kind": element.problem and element.problem.kind,
+                    "problem": element.problem and element.problem.message.encode("utf-8", "replace").decode(),
+                }
+                for element in piece
+            ]
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, _SCHEMA))
+            total += len(rows)
+    if not total:
         raise DataError(source, "holds no records")
 
 
-def _batch(elements: list[Element]) -> pa.RecordBatch:
-    problems = [element.problem or (None, None) for element in elements]
-    columns = [
-        [element.text.encode("utf-8", "surrogateescape") for element in elements],
-        [element.row for element in elements],
-        [kind for kind, _ in problems],
-        [message and message.encode("utf-8", "replace").decode() for _, message in problems],
-    ]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.record_batch(arrays, schema=_SCHEMA)
-
-
 # --- JSON -------------------------------------------------------------------------------------------------------------
+
+_decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
+_MARK = re.compile(r"[ \t\n\r]*([\[\],]?)[ \t\n\r]*")
 
 
 def read_json(path: Path) -> Iterator[Element]:
@@ -246,51 +231,47 @@ def read_json(path: Path) -> Iterator[Element]:
             raise DataError(f"{path}, line 1, column 1", "UTF-16, or no text; expected UTF-8")
         file.seek(0)
         if begin.startswith("[") and (path.suffix != ".jsonl" or begin[1:].lstrip()[:1] in ("", "{")):
-            yield from _list_elements(path, path.read_bytes().decode("utf-8-sig", "surrogateescape"))
+            try:
+                yield from _list_elements(path.read_bytes().decode("utf-8-sig", "surrogateescape"))
+            except json.JSONDecodeError as error:
+                place = f"{path}, line {error.lineno}, column {error.colno}"
+                raise DataError(place, f"not valid JSON: {error.msg}") from None
             return
         for number, line in enumerate(file, 1):
             if text := line.strip():
                 yield _line_element(text, number, line.index(text[0]))
 
 
-def _list_elements(path: Path, text: str) -> Iterator[Element]:
-    def after_space(position: int) -> int:
-        match = _SPACE.match(text, position)
-        return match.end() if match else position
+def _list_elements(text: str) -> Iterator[Element]:
+    _, _, position = _mark(text, 0)
+    mark, _, end = _mark(text, position)
+    while mark != "]":
+        value, end = _parsed(text, position)
+        yield checked_element(value, text[position:end])
+        mark, place, end = _mark(text, end)
+        position = end
+        if mark not in ("]", ","):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+    if end < len(text):
+        raise json.JSONDecodeError("The list has ended, but the file continues", text, end)
 
-    try:
-        position = first = after_space(text.index("[") + 1)
-        while position > first or not text.startswith("]", first):  # a comma is followed by an element
-            value, end = _parsed(text, position)
-            yield _checked(value, text[position:end])
-            position = after_space(end)
-            if text.startswith("]", position):
-                break
-            if not text.startswith(",", position):
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-            position = after_space(position + 1)
-        if text[position + 1 :].strip():
-            raise json.JSONDecodeError("The list has ended, but the file continues", text, after_space(position + 1))
-    except json.JSONDecodeError as error:
-        place = f"{path}, line {error.lineno}, column {error.colno}"
-        raise DataError(place, f"not valid JSON: {error.msg}") from None
+
+def _mark(text: str, position: int) -> tuple[str, int, int]:
+    """The bracket or comma that follows, or an empty text; where it is; and where the next value begins."""
+    match = _MARK.match(text, position)
+    assert match  # as the pattern takes any text
+    return match[1], match.start(1), match.end()
 
 
 def _line_element(text: str, number: int, indent: int) -> Element:
-    if problem := text_problem(text):
-        return Element(shown_text(text), problem)
     try:
         value, end = _parsed(text, 0)
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
         where = f"line {number}, column {indent + error.pos + 1}"
-        return Element(text, Problem("json", f"{where}: not valid JSON: {error.msg}"))
-    return _checked(value, text)
-
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-_decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
+        return checked_element(None, text, Problem("json", f"{where}: not valid JSON: {error.msg}"))
+    return checked_element(value, text)
 
 
 def _parsed(text: str, position: int) -> tuple[object, int]:
@@ -303,12 +284,3 @@ def _parsed(text: str, position: int) -> tuple[object, int]:
         raise json.JSONDecodeError("nested too deeply", text, position) from None
     except ValueError as error:  # a number of thousands of digits
         raise json.JSONDecodeError(str(error), text, position) from None
-
-
-def _checked(value: object, text: str) -> Element:
-    """The element of a value, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
-    if problem := text_problem(text):
-        return Element(shown_text(text), problem)
-    record, problem = as_record(value)
-    problem = problem or record_problem(record)
-    return Element(text if problem or record is value else json.dumps(record), problem)

@@ -6,6 +6,8 @@
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -14,77 +16,70 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from llava.data.checks import PlacedImage, Problem, Record, image_keys, record_images, record_name
+from llava.data.checks import PlacedImage, Problem, Record, image_keys, parsed_row, record_images, record_name
 from llava.data.errors import DataError
 from llava.data.mixture import Mixture, entry_name
-from llava.data.parquet_files import with_row_images
+
+_MAPPED = ("_tables", "_starts")
 
 
+@dataclass(eq=False)
 class RecordTable(Sequence[Record]):
     """The records of converted files, in order; `[i]` is the record as a dict.
-
-    A record has two indices: its index `[i]` in the table, and its *position* among all records of the files, whether
-    they are used or not. Methods that speak of a record "of all" take its position.
 
     The table of a mixture has at first all records that the entries' sampling leaves, and after `epoch` those of an
     epoch.
 
     Args:
-        sources: the files that were converted.
-        paths: the converted files.
+        sources: the files that were converted, and `paths` the converted ones.
         content: a hash of the content of all of them.
         folders: where files made from these records are cached.
-        selected: positions of the records that are used; by default all, in order.
+        selected: by index, the positions in the files of the records that are used; by default all, in order.
         left_out: how many records are not used because something is wrong with them.
         mixture: what is mixed, and `starts`: position of each entry's first record, and the number of all.
+        sizes: the preflight's manifest, where it has the pictures' sizes.
     """
 
-    def __init__(
-        self,
-        sources: list[Path],
-        paths: list[Path],
-        content: str,
-        folders: list[Path],
-        selected: np.ndarray | None = None,
-        left_out: int = 0,
-        mixture: Mixture | None = None,
-        starts: tuple[int, ...] = (),
-    ):
-        self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
-        self.selected, self.left_out, self.mixture, self.starts = selected, left_out, mixture, starts
-        self.sizes: Path | None = None  # where the preflight kept the pictures' sizes
-        self.drawn_from: int | None = None  # how many records this epoch was drawn from
-        self.key = content  # identifies these records and their content
-        if selected is not None:
-            self.key = sha256(f"{content} {len(selected)}".encode() + selected.tobytes()).hexdigest()
-        self._columns: dict[str, pa.ChunkedArray] = {}
-        self._files: list[int] = []  # position of each file's first record, and the number of all
+    sources: list[Path]
+    paths: list[Path]
+    content: str
+    folders: list[Path]
+    selected: np.ndarray | None = None
+    left_out: int = 0
+    mixture: Mixture | None = None
+    starts: tuple[int, ...] = ()
+    sizes: Path | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_columns": {}}
+        return {name: value for name, value in self.__dict__.items() if name not in _MAPPED}
 
-    @property
-    def columns(self) -> dict[str, pa.ChunkedArray]:
-        """Every record's JSON text and what is known about it, used or not, mapped from the files."""
-        if not self._columns:
-            tables = [map_rows(path) for path in self.paths]
-            self._files = list(accumulate(map(len, tables), initial=0))
-            whole = pa.concat_tables(tables)
-            self._columns = dict(zip(whole.column_names, whole.columns, strict=True))
-        return self._columns
+    @cached_property
+    def _tables(self) -> list[pa.Table]:
+        tables = []
+        for path in self.paths:
+            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+                tables.append(reader.read_all())
+        return tables
 
-    @property
-    def total(self) -> int:
-        """Number of records in the files, used or not."""
-        return len(self.columns["record"])
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Position of each file's first record, and the number of all."""
+        return list(accumulate(map(len, self._tables), initial=0))
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of these records and their content."""
+        if self.selected is None:
+            return self.content
+        return sha256(f"{self.content} {len(self.selected)}".encode() + self.selected.tobytes()).hexdigest()
 
     @property
     def used(self) -> np.ndarray:
         """The positions of the records that are used, in order."""
-        return np.arange(self.total) if self.selected is None else self.selected
+        return np.arange(self._starts[-1]) if self.selected is None else self.selected
 
     def __len__(self) -> int:
-        return self.total if self.selected is None else len(self.selected)
+        return self._starts[-1] if self.selected is None else len(self.selected)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -95,75 +90,65 @@ class RecordTable(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self.record(self.position(index))
-
-    def position(self, index: int) -> int:
-        """The position, among all records, of the table's record `[index]`."""
-        index = range(len(self))[index]
-        return index if self.selected is None else int(self.selected[index])
-
-    def record(self, index: int) -> Record:
-        """A record of all, by its position."""
-        record = json.loads(self.columns["record"][index].as_py())
-        row = self.columns["row"][index].as_py()
-        record = record if row is None else with_row_images(record, str(self.source(index)[0]), row)
-        folder = self.image_folders[bisect_right(self.starts, index) - 1] if self.mixture else None
+        text, (source, _) = self._value("record", index), self._place(index)
+        record = (
+            parsed_row(text, str(self.sources[source]))
+            if self.sources[source].suffix == ".parquet"
+            else json.loads(text)
+        )
+        folder = self.image_folders[bisect_right(self.starts, self._position(index)) - 1] if self.mixture else None
         return record if folder is None else _placed(record, folder)
 
-    def source(self, index: int) -> tuple[Path, int]:
-        """The file of a record of all, used or not, and its index in that file."""
-        assert 0 <= index < self.total
-        number = bisect_right(self._files, index) - 1
-        return self.sources[number], index - self._files[number]
-
     def text(self, index: int) -> str:
-        """The JSON text of a record of all, used or not; bytes that are not UTF-8 are replaced."""
-        return self.columns["record"][index].as_py().decode("utf-8", "replace")
+        """The JSON text of a record; bytes that are not UTF-8 are replaced."""
+        return self._value("record", index).decode("utf-8", "replace")
 
     def problem(self, index: int) -> Problem | None:
-        """What is wrong with a single record of all, as far as conversion checks it."""
-        kind = self.columns["kind"][index].as_py()
-        return None if kind is None else Problem(kind, self.columns["problem"][index].as_py())
+        """What is wrong with a single record, as far as conversion checks it."""
+        kind = self._value("kind", index)
+        return None if kind is None else Problem(kind, self._value("problem", index))
 
     def named(self, index: int) -> str:
-        """The name of a record of all in messages: its file, its index there, and its id."""
-        source, place = self.source(index)
+        """The name of a record in messages: its file, its index there, and its id."""
         try:
             record = json.loads(self.text(index))
         except (ValueError, RecursionError):
             record = None
-        return f"{source}: {record_name(record, place)}"
+        source, place = self._place(index)
+        return f"{self.sources[source]}: {record_name(record, place)}"
+
+    def _position(self, index: int) -> int:
+        index = range(len(self))[index]
+        return index if self.selected is None else int(self.selected[index])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of a record's file, and its index there."""
+        position = self._position(index)
+        number = bisect_right(self._starts, position) - 1
+        return number, position - self._starts[number]
+
+    def _value(self, column: str, index: int) -> Any:
+        number, place = self._place(index)
+        return self._tables[number][column][place].as_py()
 
     def malformed(self) -> np.ndarray:
-        """The positions of the records that are used and in which `problem` finds something."""
-        kinds = self.columns["kind"]
-        some = kinds.null_count < self.total
-        positions = np.flatnonzero(kinds.is_valid().to_numpy()) if some else np.zeros(0, np.int64)
-        return positions if self.selected is None else positions[np.isin(positions, self.selected)]
+        """The indices of the records in which `problem` finds something."""
+        kinds = pa.chunked_array([chunk for table in self._tables for chunk in table["kind"].chunks], pa.string())
+        return np.flatnonzero(kinds.is_valid().to_numpy()[self.used])
 
     def without(self, indices: Sequence[int]) -> "RecordTable":
-        """The same table without the records of all at `indices`; its key differs from that of the whole table."""
-        left_out = self.left_out + len(indices)
-        return self.of(self.used[~np.isin(self.used, indices)], left_out) if len(indices) else self
-
-    def of(self, selected: np.ndarray, left_out: int) -> "RecordTable":
-        """A table of the same files that uses the records of all at `selected`."""
-        files = (self.sources, self.paths, self.content, self.folders)
-        return RecordTable(*files, selected, left_out, self.mixture, self.starts)
-
-    @property
-    def checked(self) -> int:
-        """Number of records before some were left out."""
-        return (len(self) if self.drawn_from is None else self.drawn_from) + self.left_out
+        """The table of the other records; its key differs from that of the whole table."""
+        if not len(indices):
+            return self
+        return replace(self, selected=np.delete(self.used, indices), left_out=self.left_out + len(indices))
 
     def places(self) -> dict[Path, np.ndarray]:
         """By resolved file, the indices there of the records that are used; ascending, each once."""
-        every = np.arange(self.total)  # `total` also maps the files, and so fills `_files`
-        selected = every if self.selected is None else np.unique(self.selected)
+        used = np.unique(self.used)
         by_file: dict[Path, list[np.ndarray]] = {}
-        for source, start, stop in zip(self.sources, self._files[:-1], self._files[1:], strict=True):
-            places = selected[np.searchsorted(selected, start) : np.searchsorted(selected, stop)] - start
-            by_file.setdefault(source.resolve(), []).append(places)
+        of_files = np.split(used, np.searchsorted(used, self._starts[1:-1]))
+        for source, start, positions in zip(self.sources, self._starts, of_files, strict=False):
+            by_file.setdefault(source.resolve(), []).append(positions - start)
         return {source: np.unique(np.concatenate(places)) for source, places in by_file.items()}
 
     # --- of a mixture ---
@@ -182,16 +167,14 @@ class RecordTable(Sequence[Record]):
         """Of every data set of a mixture: name, path, records in its files and used, samples of an epoch, and share."""
         if self.mixture is None:
             return []
-        records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
+        used, samples = (
+            np.diff(np.searchsorted(np.sort(positions), self.starts)) for positions in (np.unique(self.used), self.used)
+        )
         return [
-            {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
-             "samples": int(samples[i]), "share": float(samples[i] / max(len(self), 1))}
+            {"name": entry.name, "data_path": entry.data_path, "records": self.starts[i + 1] - self.starts[i],
+             "used": int(used[i]), "samples": int(samples[i]), "share": float(samples[i] / max(len(self), 1))}
             for i, entry in enumerate(self.mixture.entries)
         ]  # fmt: skip
-
-    def _counts(self, indices: np.ndarray) -> np.ndarray:
-        """How many of the records `indices` each data set has."""
-        return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
 
     def epoch(self) -> "RecordTable":
         """The table of an epoch's records: with a mixture's weights each entry's share, otherwise all that are left.
@@ -199,10 +182,10 @@ class RecordTable(Sequence[Record]):
         If a share exceeds an entry's records, it consists of whole passes over them, and the rest is drawn.
 
         Raises:
-            ValueError: an entry has no record left, or its share is less than one sample.
+            DataError: an entry has no record left, or its share is less than one sample.
         """
         mixture = self.mixture
-        if mixture is None or mixture.entries[0].weight is None or self.drawn_from is not None:
+        if mixture is None or mixture.entries[0].weight is None:
             return self
         own = np.split(self.used, np.searchsorted(self.used, self.starts[1:-1]))
         total = len(self) if mixture.epoch_samples is None else mixture.epoch_samples
@@ -216,23 +199,21 @@ class RecordTable(Sequence[Record]):
             passes, rest = divmod(share, len(records))
             some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
             drawn += [records] * passes + [records[np.sort(some)]]
-        table = self.of(np.concatenate(drawn), self.left_out)
-        table.drawn_from = len(self)
-        return table
+        return replace(self, selected=np.concatenate(drawn))
 
 
 def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> RecordTable:
     """The table of the records that the entries' sampling leaves of their `tables`, in order."""
-    starts = np.cumsum([0, *(table.total for table in tables)])
+    starts = tuple(accumulate((len(table) for table in tables), initial=0))
     selected = [
-        start + entry.sampling.chosen(table.total, [mixture.seed, number, 0])
-        for number, (entry, table, start) in enumerate(zip(mixture.entries, tables, starts[:-1], strict=True))
+        start + entry.chosen(len(table), [mixture.seed, number, 0])
+        for number, (entry, table, start) in enumerate(zip(mixture.entries, tables, starts, strict=False))
     ]
     sources = [source for table in tables for source in table.sources]
     paths = [path for table in tables for path in table.paths]
     content = sha256(" ".join(table.content for table in tables).encode()).hexdigest()
     files = (sources, paths, content, tables[0].folders)
-    return RecordTable(*files, np.concatenate(selected), mixture=mixture, starts=tuple(starts.tolist()))
+    return RecordTable(*files, np.concatenate(selected), mixture=mixture, starts=starts)
 
 
 def _shares(weights: list[float], total: int) -> list[int]:
@@ -252,27 +233,15 @@ def _placed(record: Record, folder: str) -> Record:
 
 def source_lines(records: RecordTable) -> list[str]:
     """A line per data set of a mixture: how many of its records are used, and their samples and share of an epoch."""
-    counts = records.source_counts()
-    width = max((len(source["name"]) for source in counts), default=0)
     return [
-        f"{source['name']:<{width}}  {source['used']:,} of {source['records']:,} records, "
+        f"{source['name']}: {source['used']:,} of {source['records']:,} records, "
         f"{source['samples']:,} samples of an epoch ({source['share']:.1%})"
-        for source in counts
+        for source in records.source_counts()
     ]
 
 
 def name_of(records: Sequence[Record], index: int) -> str:
     """The name of the record `[index]` in messages: by file and index there in a table, by its index in a list."""
     if isinstance(records, RecordTable):
-        return records.named(records.position(index))
+        return records.named(index)
     return record_name(records[index], index)
-
-
-def map_rows(path: Path) -> pa.Table:
-    """A converted file, mapped into memory.
-
-    Raises:
-        ArrowInvalid, OSError: it cannot be read.
-    """
-    with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
-        return reader.read_all()

@@ -25,23 +25,14 @@ def parse_turns(conversations: object) -> list[Turn]:
         ValueError: not a list of `{"from", "value"}` with known speakers, empty, or a system turn after the first.
     """
     if not isinstance(conversations, list) or not conversations:
-        actual = "an empty list" if conversations == [] else type(conversations).__name__
-        raise ValueError(f"'conversations': expected a non-empty list of turns, found {actual}")
-    return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
-
-
-def _parse_turn(index: int, turn: object) -> Turn:
-    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-        actual = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
-        raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {actual}")
-    speaker, text = turn["from"], turn["value"]
-    if speaker not in _SPEAKERS:
-        raise ValueError(f"turn {index}: 'from' is {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
-    if not isinstance(text, str):
-        raise ValueError(f"turn {index}: 'value' is {type(text).__name__}, expected a string")
-    if speaker == "system" and index > 0:
-        raise ValueError(f"turn {index}: a system turn must be the first")
-    return speaker, text
+        raise ValueError(f"'conversations': expected a non-empty list of turns, found {conversations!r:.80}")
+    for index, turn in enumerate(conversations):
+        if not isinstance(turn, dict) or turn.get("from") not in _SPEAKERS or not isinstance(turn.get("value"), str):
+            expected = f"'from' one of {', '.join(_SPEAKERS)} and a string under 'value'"
+            raise ValueError(f"turn {index}: expected {expected}, found {turn!r:.80}")
+        if turn["from"] == "system" and index > 0:
+            raise ValueError(f"turn {index}: a system turn must be the first")
+    return [(turn["from"], turn["value"]) for turn in conversations]
 
 
 def training_turns(
@@ -74,18 +65,6 @@ def check_has_image(template: Conversation, has_image: bool) -> None:
     """Raises ValueError where `template` cannot write a record without an image."""
     if not has_image and template.sep_style is SeparatorStyle.PLAIN:
         raise ValueError("the plain template needs an image, found none under 'image'")
-
-
-def turn_rules(template: Conversation, label_masking: LabelMasking) -> str:
-    """A name that templates and label maskings share if `training_turns` treats them alike."""
-    style = template.sep_style
-    if style in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
-        order = "any_order"
-    elif style in (SeparatorStyle.PLAIN, SeparatorStyle.LLAMA_2):
-        order = style.name.lower()
-    else:
-        order = "alternating"
-    return f"{order}.{label_masking}"
 
 
 def check_order(turns: list[Turn], template: Conversation, complete: bool = True) -> None:

@@ -8,18 +8,18 @@ extracted to a file, so a member's name cannot lead anywhere.
 import os
 import zipfile
 import zlib
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from struct import Struct
 
 import numpy as np
 
-from llava.data.cache import cache_folders, made_once, stamped_name
+from llava.data.cache import cache_folders, made_once
 from llava.data.errors import DataError
+from llava.utils.digests import settled_stamp
 
 _FORMAT = 2  # of the kept arrays
-_FIELDS = ("name", "offset", "packed", "size", "crc", "method")
 _LOCAL_HEADER = Struct("<4sHHHHHIIIHH")
 _UTF8, _ENCRYPTED = 0x800, 0x1
 
@@ -38,44 +38,42 @@ class ZipMembers:
 
     def __init__(self, path: Path, cache_dir: str | None = None):
         self.path = path
-        name = f"{stamped_name(path)}.members{_FORMAT}.npy"
+        # The file is too large to be read at every start: its path and stamp stand for its content.
+        stamp = sha256(f"{path.absolute()} {settled_stamp(path)}".encode()).hexdigest()[:16]
+        name = f"{path.name}.{stamp}.members{_FORMAT}.npy"
         self._list = made_once(name, cache_folders(path, cache_dir), partial(_write_list, path))
-        self._members: np.ndarray | None = None
-        self._content: str | None = None
-        self._file: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_members": None, "_file": None}
+        return {"path": self.path, "_list": self._list}
 
-    @property
+    @cached_property
     def members(self) -> np.ndarray:
         """The list of members: a row per field and a column per member, uint64, sorted by the hash of the name."""
-        if self._members is None:
-            self._members = np.load(self._list, mmap_mode="r")
-        return self._members
+        return np.load(self._list, mmap_mode="r")
 
+    @cached_property
     def content(self) -> str:
         """A hash of all members' names, sizes and checksums."""
-        if self._content is None:
-            self._content = sha256(self.members.tobytes()).hexdigest()
-        return self._content
+        return sha256(self.members.tobytes()).hexdigest()
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a member once unpacked; None if there is no member of that name."""
-        place = self._place(name)
-        return None if place is None else int(self.members[_FIELDS.index("size"), place])
+    @cached_property
+    def _file(self) -> int:
+        return os.open(self.path, os.O_RDONLY)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, largest: int) -> bytes:
         """The content of a member.
 
         Raises:
             FileNotFoundError: there is no member of that name.
-            OSError: it is damaged, encrypted, or packed by a method other than deflate.
+            OSError: it is damaged, encrypted, packed by a method other than deflate, or of more than `largest` bytes.
         """
-        place = self._place(name)
-        if place is None:
+        key = np.uint64(_name_hash(name))
+        place = int(self.members[0].searchsorted(key))
+        if place == self.members.shape[1] or self.members[0, place] != key:
             raise FileNotFoundError(name)
         offset, packed, size, crc, method = (int(value) for value in self.members[1:, place])
+        if size > largest:
+            raise OSError(f"{size:,} bytes once unpacked; expected at most {largest:,}")
         header = self._bytes(offset, _LOCAL_HEADER.size)
         signature, _, flags, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         stored = self._bytes(offset + len(header), name_length)
@@ -95,21 +93,14 @@ class ZipMembers:
 
     def example(self) -> str:
         """The name of the first member; empty where it cannot be read."""
-        offset = int(self.members[_FIELDS.index("offset")].min())
+        offset = int(self.members[1].min())
         try:
             header = self._bytes(offset, _LOCAL_HEADER.size)
             return self._bytes(offset + len(header), _LOCAL_HEADER.unpack(header)[-2]).decode("utf-8", "replace")
         except OSError:
             return ""
 
-    def _place(self, name: str) -> int | None:
-        key = np.uint64(_name_hash(name))
-        place = int(self.members[0].searchsorted(key))
-        return place if place < self.members.shape[1] and self.members[0, place] == key else None
-
     def _bytes(self, offset: int, count: int) -> bytes:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY)
         data = os.pread(self._file, count, offset)  # not `read`: forked processes share the file's position
         if len(data) != count:
             raise OSError("the zip file is cut off")

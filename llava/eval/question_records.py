@@ -71,16 +71,15 @@ class QuestionRecords(Sequence[Question]):
     # pyrefly: ignore[bad-override]  # one question, never a slice
     def __getitem__(self, index: int) -> Question:
         place = self.places[index]
-        position = self.records.position(place)
-        problem = self.records.problem(position)
+        problem = self.records.problem(place)
         if problem is None:
-            return as_question(self.records.record(position), place)
-        line = json.loads(self.records.text(position)) if problem.kind == "schema" else None
+            return as_question(self.records[place], place)
+        line = json.loads(self.records.text(place)) if problem.kind == "schema" else None
         if type(line) is not dict or not set(TURN_KEYS).isdisjoint(line):
             raise ValueError(problem.message)
         if not isinstance(line.get("text"), str):
             raise ValueError(f"{problem.message}; a line of a question file has its words under 'text'")
-        record = as_conversation(self.records.record(position))
+        record = as_conversation(self.records[place])
         if problem := record_problem(record):
             raise ValueError(problem.message)
         question = as_question(record, place)

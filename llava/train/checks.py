@@ -18,15 +18,7 @@ from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.preflight_manifest import (
-    Rules,
-    preflight,
-    unread_fields,
-    usable_records,
-    warning_kinds,
-    when,
-    write_quarantine,
-)
+from llava.data.preflight import Rules, preflight, usable_records, write_quarantine
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.table import source_lines
 from llava.model.builder import quantization_config
@@ -174,9 +166,7 @@ def checked_records(
     started, command = time.time(), _preflight_command(model_args, data_args, seed)
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules)
     if manifest.checked < started:
-        logger.info(
-            "the data was checked at %s, which is remembered; checks again: %s --recheck", when(manifest), command
-        )
+        logger.info("the data was checked at %s; remove %s to check it again", manifest.when(), path)
     with named_by(data_from):
         records = usable_records(table, manifest, data_args.on_bad_record, command, path)
     keys = gather_object([records.key])  # other nodes may read copies of the data with other faults
@@ -188,9 +178,7 @@ def checked_records(
     for line in source_lines(records):
         logger.info("%s", line)
     if manifest.warnings:
-        logger.info("warnings: %s (docs/data.md explains them; each is in %s)", warning_kinds(manifest), path)
-    if manifest.unread:
-        logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
+        logger.info("warnings: %s (docs/data.md); %s --list shows them", manifest.warning_kinds(), command)
     return records, partial(write_quarantine, table, manifest)
 
 
@@ -222,9 +210,8 @@ def report_left_out(records: RecordTable | None, output_dir: str, file: str = QU
     """Logs at the end of a run how many records were not used."""
     if records is not None and records.left_out:
         logger.warning(
-            "%d of %d records were left out; they and their faults are in %s",
-            records.left_out, records.checked, Path(output_dir, file),
-        )  # fmt: skip
+            "%d records were left out; they and their faults are in %s", records.left_out, Path(output_dir, file)
+        )
 
 
 def _preflight_command(model_args: ModelArguments, data_args: DataArguments, seed: int) -> str:

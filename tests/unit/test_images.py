@@ -22,7 +22,7 @@ from llava.data import images, parquet_files
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
 from llava.data.parquet_files import LostRows, RowReader
-from llava.data.preflight_manifest import Rules, preflight
+from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records
 from llava.data.zip_files import ZipMembers
 from llava.mm_utils import to_rgb
@@ -84,9 +84,9 @@ def test_a_zip_files_list_is_read_once(everywhere, monkeypatch):
     first = ZipMembers(root / "images.zip")
     monkeypatch.setattr("llava.data.zip_files._write_list", lambda *_: pytest.fail("read again"))
     again = ZipMembers(root / "images.zip")
-    assert again.content() == first.content() and again.read(names[0]) == first.read(names[0])
+    assert again.content == first.content and again.read(names[0], 9999) == first.read(names[0], 9999)
     with pytest.raises(FileNotFoundError):
-        again.read("a/nothing.png")
+        again.read("a/nothing.png", 9999)
 
 
 def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, monkeypatch):
@@ -345,7 +345,7 @@ def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path)
         changed[flipped] ^= 0x55
         broken.write_bytes(changed)
         with suppress(OSError):
-            assert ZipMembers(broken).read("a.png") == data  # a field of the header that nothing depends on
+            assert ZipMembers(broken).read("a.png", 1 << 20) == data  # a field of the header that nothing depends on
     store = ImageStore(tmp_path / "a.zip")
     assert "deflate" in store.check("bzip.png")[1].message
     images_limit, images.LARGEST_FILE = images.LARGEST_FILE, 1 << 19

@@ -15,7 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from llava.conversation import get_template
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
-from llava.data.preflight_manifest import Rules, preflight
+from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records
 
 

@@ -25,12 +25,12 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from llava.conversation import conv_templates, get_template
 from llava.data import parquet_files
 from llava.data import preflight as command
-from llava.data import preflight_manifest as manifest
+from llava.data import preflight as manifest
 from llava.data.checks import LONGEST_RECORD, RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
-from llava.data.preflight_manifest import Rules, preflight, usable_records
+from llava.data.preflight import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
 from llava.train import checks
 from llava.train import train as train_module
@@ -89,7 +89,7 @@ CASES = {
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
     "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "is outside"),
     "no picture": ({"image": "../images", "conversations": TURNS}, "image_unreadable", "not a regular file"),
-    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "not read: 'image_path'"),
+    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "the record has 'image_path'"),
     "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
     "marker for a picture": (
         {"image": "a.png", "conversations": [{"from": "human", "value": "<img>?"}, GPT]},
@@ -102,10 +102,10 @@ CASES = {
     "picture as text": (
         {"conversations": [{"from": "human", "value": "data:image/png;base64,AAAA"}, GPT]}, "other_marker", "data",
     ),
-    "empty path": ({"image": "", "conversations": TEXT}, "schema", "'image': an empty path; name the picture, or"),
-    "empty path in a list": ({"images": ["a.png", " "], "conversations": TURNS}, "schema", "'images': an empty path"),
-    "address": ({"image": "https://a.b/c.png", "conversations": TURNS}, "schema", "an address; pictures are not downl"),
-    "data": ({"image": "data:image/png;base64,AAAA", "conversations": TURNS}, "schema", "is the picture itself"),
+    "empty path": ({"image": "", "conversations": TEXT}, "schema", "'' is not a path"),
+    "empty path in a list": ({"images": ["a.png", " "], "conversations": TURNS}, "schema", "' ' is not a path"),
+    "address": ({"image": "https://a.b/c.png", "conversations": TURNS}, "schema", "is not a path; save the"),
+    "data": ({"image": "data:image/png;base64,AAAA", "conversations": TURNS}, "schema", "is not a path; save the"),
 }  # fmt: skip
 
 
@@ -162,8 +162,6 @@ def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictu
     ):
         found, _ = preflight(table, pictures, rules(version, masking), show_progress=False)
         assert found.bad_records() == expected, version
-    made = list((tmp_path / ".llava_cache").glob("*.preflight.json"))
-    assert len(made) == 4  # rules that are alike share a result
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -199,21 +197,10 @@ def test_other_data_other_images_or_a_damaged_manifest_are_checked_again(tmp_pat
         (tmp_path / "empty").mkdir()
         pictures = ImageStore(tmp_path / "empty")
     else:
-        path.write_text(path.read_text()[:-20])
+        path.write_bytes(path.read_bytes()[:-20])
     found, again = preflight(table, pictures, rules(), show_progress=False)
     assert (again == path) == (change == "damage")
     assert found.bad_records() == ([] if change == "damage" else [0])
-
-
-def test_what_is_not_read_is_counted_by_name(tmp_path, pictures, capsys):
-    human, gpt = TEXT
-    lines = [{"id": i, "model": "x", "conversations": [human | {"weight": 1}, gpt]} for i in range(3)]
-    lines += [{"source": None, "image_id": 7, "conversations": TEXT}, {"my\nkey": 1, "conversations": []}, [1], b"{"]
-    jsonl(tmp_path / "a.jsonl", lines)
-    command.main(["--data_path", str(tmp_path / "a.jsonl"), "--version", "chatml"])
-    shown = capsys.readouterr().out
-    assert "not read  'model' 3, 'conversations.weight' 3, 'image_id' 1, 'my\\nkey' 1\n" in shown
-    assert "records   7: 0 with images, 4 text only" in shown
 
 
 def test_a_copy_under_another_name_has_findings_of_its_own(tmp_path, pictures):
@@ -238,11 +225,16 @@ def test_a_remembered_result_says_so_and_can_be_asked_for_again(tmp_path, pictur
     assert command.main(options) == 0
     first = re.search(r"checked   (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\n", capsys.readouterr().out)
     assert first and command.main(options) == 0
-    assert f"checked   {first[1]}, remembered; --recheck checks again" in capsys.readouterr().out and len(done) == 1
+    assert (
+        f"checked   {first[1]}, remembered; remove {tmp_path}/.llava_cache/" in capsys.readouterr().out
+        and len(done) == 1
+    )
     (tmp_path / "images/a.png").write_bytes(b"broken in its place")  # which no folder's stamp shows
     assert command.main(options) == 0
     assert "remembered" in capsys.readouterr().out
-    assert command.main([*options, "--recheck"]) == 1
+    for file in (tmp_path / ".llava_cache").glob("*.preflight.npz"):
+        file.unlink()
+    assert command.main(options) == 1
     again = capsys.readouterr().out
     assert "1 image_unreadable" in again and ", remembered" not in again
     assert command.main(options) == 1 and len(done) == 2
@@ -340,7 +332,7 @@ def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, 
     assert sorted((line["record"], line["kind"]) for line in lines) == [
         (0, "image_missing"), (7, "schema"), (26, "placeholders")
     ]  # fmt: skip
-    assert json.loads(lines[2]["text"])["id"] == "gone" and "not read: 'image_path'" in lines[1]["fault"]
+    assert json.loads(lines[2]["text"])["id"] == "gone" and "the record has 'image_path'" in lines[1]["fault"]
     assert "3 of 27 records were left out" in caplog.text
     (tmp_path / "clean.json").write_text(json.dumps(records))
     options["data_path"] = tmp_path / "clean.json"
@@ -355,7 +347,7 @@ def test_training_says_that_a_check_is_remembered(tiny, tmp_path, monkeypatch, c
     options = {"data_cache_dir": tmp_path / "cache"}
     for again in (False, True):
         checks.checked_records(*train_module.parse_arguments(flags(tiny, tmp_path, 2, **options)))
-        assert ("which is remembered; checks again: python -m llava.data.preflight" in caplog.text) == again
+        assert ("the data was checked at" in caplog.text) == again
         assert len(done) == 1
 
 
@@ -441,19 +433,6 @@ def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer,
         assert all(torch.equal(value, expected[index][key]) for key, value in data[index].items() if key != "index")
 
 
-def test_unread_columns_are_counted_and_named_where_a_picture_is_missing(tmp_path, capsys):
-    picture = pa.array([{"bytes": data, "path": None} for data in BYTES[:2]], STRUCT)
-    turns = [[HUMAN | {"weight": 1.5}, GPT]] * 2
-    pq.write_table(pa.table({"conversations": turns, "picture": picture, "n": [1, 2]}), tmp_path / "a.parquet")
-    assert command.main(["--data_path", str(tmp_path / "a.parquet"), "--version", "chatml"]) == 1
-    shown = capsys.readouterr().out
-    assert (
-        "2 placeholders" in shown
-        and "record 1: 1 <image> placeholders but 0 images under 'image' (not read: 'n'" in shown
-    )
-    assert "not read  'n' 2, 'conversations.weight' 2, 'picture' 2\n" in shown
-
-
 def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path, tokenizer, monkeypatch):
     for number in range(6):
         images = pa.array([{"bytes": data, "path": None} for data in BYTES[:4]], STRUCT)
@@ -484,18 +463,14 @@ def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
 
 
 WRONG = {
-    "messages": ({"messages": pa.array([[{"role": "user"}]])}, "column 'messages' is list.*or 'role' and 'content'"),
-    "chat": ({"conversations": pa.array([[{"role": "user", "content": 1}]])}, "expected a list of structs"),
+    "messages": ({"messages": pa.array([[{"role": "user"}]])}, "turn 0: expected .*'role': str, 'content': str"),
     "two columns": (
         {"conversations": pa.array([TURNS]), "image": pa.array(["a"]), "images": pa.array([["a"]])},
         "columns 'image' and 'images'; keep the one",
     ),
     "no conversations": ({"id": pa.array([1])}, "no column 'conversations' or 'messages'; it has id"),
-    "text": ({"conversations": pa.array(["hello"])}, "'conversations' is string; expected a list of structs"),
-    "struct of lists": (
-        {"conversations": pa.array([{"from": ["human"], "value": ["x"]}])}, "expected a list of structs"
-    ),
-    "numbers": ({"conversations": pa.array([[{"from": "human", "value": 1}]])}, "expected a list of structs"),
+    "text": ({"conversations": pa.array(["hello"])}, "expected a non-empty list under 'conversations', found 'hello'"),
+    "numbers": ({"conversations": pa.array([[{"from": "human", "value": 1}]])}, "turn 0: expected .*'value': str"),
     "image of numbers": ({"conversations": pa.array([TURNS]), "image": pa.array([1])}, "column 'image' is int64"),
     "image struct": (
         {"conversations": pa.array([TURNS]), "image": pa.array([{"bytes": "text"}])}, "column 'image' is struct"
@@ -508,7 +483,7 @@ WRONG = {
 def test_missing_columns_and_wrong_types_are_named(tmp_path, case):
     columns, message = WRONG[case]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=f"a.parquet: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)a.parquet: .*{message}"):
         load_records(str(tmp_path / "a.parquet"))
 
 
@@ -544,7 +519,6 @@ def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch, column):
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: asked.extend(k["columns"]) or real(*a, **k))
     assert len(list(parquet_files.read_rows(path))) == 21
     assert asked and not any(name == "image" or name.endswith("bytes") for name in asked)
-    assert parquet_files.largest_image_group(path) > 1_000_000
 
 
 def _ends_at_3(_: None, piece: int) -> int:
@@ -603,7 +577,7 @@ def test_what_is_let_through_becomes_a_sample_under_every_template(tmp_path_fact
         patch.setattr("llava.utils.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
         table = jsonl(folder / "any.jsonl", some)
         found, _ = manifest._checked(table, store, rules(version, masking, full_decode=True), False)
-    if len(found.bad_records()) == table.total:
+    if len(found.bad_records()) == len(table):
         return
     kept = usable_records(table, found, "skip", "")
     dataset = samples(kept, store, tokenizer, version, masking)

@@ -73,8 +73,6 @@ def test_what_is_there_is_used_as_it_is(tmp_path, hub, capsys, extracted):
 
 def test_missing_files_are_downloaded_by_the_same_command(tmp_path, hub, capsys):
     next_layout(tmp_path / "hub")
-    assert prepare.main(["llava-next", "--folder", str(tmp_path / "new"), "--local_only"]) == 2
-    assert "missing data/*.parquet; without --local_only it is downloaded" in capsys.readouterr().err and not hub
     assert prepare.main(["llava-next", "--folder", str(tmp_path / "new")]) == 0
     assert hub == [("lmms-lab/LLaVA-NeXT-Data", "dataset", ["data/*.parquet"])]
     out = capsys.readouterr().out
@@ -86,8 +84,7 @@ def test_a_missing_shard_is_fetched_and_a_damaged_one_is_refused(tmp_path, hub, 
     next_layout(tmp_path / "hub")
     folder = next_layout(tmp_path / "there")
     (folder / "data/train-00001-of-00003.parquet").unlink()
-    assert prepare.main(["llava-next", "--folder", str(folder), "--local_only"]) == 2
-    assert "train-00001-of-00003.parquet" in capsys.readouterr().err
+    assert prepare.missing(prepare.SOURCES["llava-next"], folder) == ["train-00001-of-00003.parquet"]
     assert prepare.main(["llava-next", "--folder", str(folder)]) == 0 and len(hub) == 1
     cut = folder / "data/train-00002-of-00003.parquet"
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -104,14 +101,6 @@ def test_a_download_that_fails_says_that_the_same_command_goes_on(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
     assert prepare.main(["llava-558k", "--folder", str(tmp_path)]) == 2
     assert "liuhaotian/LLaVA-Pretrain cannot be downloaded" in capsys.readouterr().err
-
-
-def test_own_data_with_faults_gives_status_1(tmp_path, capsys):
-    path = shard(tmp_path / "own.parquet", None, 2, turns=[{"from": "robot", "value": "?"}])
-    assert prepare.main(["folder", "--data_path", str(path), "--version", "v1"]) == 1
-    out = capsys.readouterr().out
-    assert "2 turns" in out and "scripts/finetune.sh" in out and "PROMPT_VERSION=v1" in out
-    assert prepare.main(["folder"]) == 2 and prepare.main(["llava-558k", "--data_path", "x"]) == 2
 
 
 @pytest.mark.slow
