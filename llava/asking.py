@@ -103,14 +103,19 @@ class Assistant(NamedTuple):
 
     @torch.no_grad()  # not inference mode: a model in training needs what it keeps from here in its next step
     def answer(
-        self, conversations: list[list[dict[str, str]]], pictures: Sequence[Image.Image], **options: Any
+        self,
+        conversations: list[list[dict[str, str]]],
+        pictures: Sequence[Image.Image],
+        stopping_criteria: Sequence[Callable] = (),
+        **options: Any,
     ) -> list[str]:
         """The next answer of each conversation.
 
         Args:
             conversations: see `prompt_ids`.
             pictures: those of all conversations, in reading order; one for every `<image>`.
-            options: options of `generate`.
+            stopping_criteria: of `generate`, beside the text that closes an answer.
+            options: other options of `generate`.
 
         Raises:
             ValueError: see `prompt_ids`; pictures for a text-only checkpoint; too few or too many pictures.
@@ -128,7 +133,7 @@ class Assistant(NamedTuple):
             images=images or None,
             image_sizes=[picture.size for picture in pictures] or None,
             pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
-            stopping_criteria=[KeywordsStoppingCriteria([self.end], self.tokenizer, input_ids)],
+            stopping_criteria=[KeywordsStoppingCriteria([self.end], self.tokenizer, input_ids), *stopping_criteria],
             **options,
         )
         texts = self.tokenizer.batch_decode(output, skip_special_tokens=True)

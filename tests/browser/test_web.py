@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from data_files import POPE_SUFFIX, QUESTIONS, encoded, noise
 from paths import ROOT
-from PIL import Image
+
+from llava.serve.page import REFUSAL
 
 pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
 pytest.importorskip("playwright", reason="needs Playwright: pip install playwright")
@@ -29,22 +30,22 @@ pytest.importorskip("playwright", reason="needs Playwright: pip install playwrig
 # The command with a second arm that answers a question with "slowly" when told to: when the file argv[1] is there.
 SLOW = """
 import pathlib, sys, time
-from llava.serve import arms, web
-gate, answers = pathlib.Path(sys.argv.pop(1)), arms.growing_answer
-def growing_answer(assistant, turns, picture, **options):
+from llava.serve import page, web
+gate, answers = pathlib.Path(sys.argv.pop(1)), page.growing_answer
+def growing_answer(assistant, turns, picture, stop, args):
     if "gwc" in assistant.name and "slowly" in turns[-1]["value"]:
-        while not gate.exists():
+        while not gate.exists() and not stop.is_set():
             yield "Ye"
             time.sleep(0.1)
-    yield from answers(assistant, turns, picture, **options)
-arms.growing_answer = growing_answer
+    yield from answers(assistant, turns, picture, stop, args)
+page.growing_answer = growing_answer
 sys.exit(web.main())
 """
 WIDTHS = {"desk": 1280, "phone": 390}
 PATIENCE = 60_000  # milliseconds
 STOPPED = "The answer was stopped, the question is dropped."
 MAPS_ARE_THERE = """() => [...document.querySelectorAll('img[alt^=Where]')]
-  .filter(i => i.complete && i.naturalWidth == 384).length == 2"""
+  .filter(i => i.complete && i.naturalWidth == 512).length == 2"""
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +56,23 @@ def gate(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(folder, gate, *checkpoints):
-    """Where the page of these checkpoints is served, with uploads of at most 0.2 MB."""
+    """Where the page of these checkpoints is served."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SLOW, str(gate), "--port", str(port), "--max-upload", "0.2"]
+    command = [sys.executable, "-c", SLOW, str(gate), "--port", str(port)]
     command += [word for checkpoint in checkpoints for word in ("--model-path", str(checkpoint))]
     log = folder / "log.txt"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, cwd=ROOT)
     line = server.stdout.readline()
-    assert line.startswith("the page: http://127.0.0.1:"), log.read_text()
-    yield line.split()[2]
+    assert "http://127.0.0.1:" in line, log.read_text()
+    yield line.split()[-1] + "/"
     server.send_signal(2)
-    assert server.wait(30) == 130 and "Traceback" not in log.read_text()
+    assert server.wait(30) == 0
+    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", log.read_text(), re.MULTILINE)
+    assert all("InvalidPathError" in error for error in errors)  # Gradio prints its refusals
 
 
 @pytest.fixture(scope="module")
@@ -128,47 +131,39 @@ def ask_and_wait(page, picture) -> None:
     choose(page, picture)
     page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
     ask(page, QUESTIONS[0] + POPE_SUFFIX)
-    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
     page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
 
 
 def on_the_page(page) -> list[list[str]]:
-    """What the arms have said and been asked, their maps and their norms."""
+    """What the arms have said and been asked, and their maps."""
     said = [arm.locator(".message").all_inner_texts() for arm in page.get_by_role("log").all()]
-    maps = page.locator("img[alt^=Where]").evaluate_all("all => all.map(image => image.src)")
-    return [*said, maps, page.locator(".scale, .norms").all_inner_texts()]
+    return [*said, page.locator("img[alt^=Where]").evaluate_all("all => all.map(image => image.src)")]
+
+
+def wait_for_message(page, text: str) -> None:
+    page.get_by_test_id("toast-text").get_by_text(text).wait_for(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("where", WIDTHS)
 def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, trained, where):
     page = visit(WIDTHS[where])
-    keep_screenshot(page, f"{where}-empty")
-    choose(page, tiny / "data/images/red.png")
-    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
-    ask(page, QUESTIONS[0] + POPE_SUFFIX)
-    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    ask_and_wait(page, tiny / "data/images/red.png")
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
-    assert page.get_by_text(re.compile(r"with [\d.e+]+ times the norm of text tokens")).count() == 2
-    page.wait_for_function(MAPS_ARE_THERE)
-    shown = page.locator(".seen img").evaluate_all("all => all.map(i => [i.clientWidth, i.clientHeight])")
-    assert len(shown) == 3 and shown[0][0] > 250 and shown == [shown[0]] * 3
-    scales = page.locator(".scale").all_inner_texts()
-    assert len(scales) == 2 and all(re.fullmatch(r"0\s+\d+\.\d%", scale) for scale in scales)
     keep_screenshot(page, f"{where}-answered")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
 
 
-def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
+def test_a_conversation_goes_on_until_it_is_cleared_or_the_picture_changes(visit, tiny, trained):
     page = visit(WIDTHS["desk"])
-    choose(page, tiny / "data/images/blue.png")
-    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
-    for count, question in enumerate((QUESTIONS[0] + POPE_SUFFIX, "Sure?"), 1):
-        ask(page, question)
-        page.wait_for_function(f"document.querySelectorAll('.message.bot').length == {2 * count}", timeout=PATIENCE)
-        page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
-    page.get_by_role("button", name="Reset").click()
-    page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
+    ask_and_wait(page, tiny / "data/images/blue.png")
+    ask(page, "Sure?")
+    page.wait_for_function("document.querySelectorAll('.message.bot').length == 4", timeout=PATIENCE)
+    page.get_by_role("button", name="Remove Image").click()
+    ask_and_wait(page, tiny / "data/images/red.png")
+    page.wait_for_function("document.querySelectorAll('.message.bot').length == 2", timeout=PATIENCE)
+    page.get_by_role("button", name="Clear").first.click()
+    page.wait_for_function("document.querySelectorAll('.message, img[alt^=Where]').length == 0", timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -178,9 +173,9 @@ def waiting(visit, tiny, gate):
     page = visit(WIDTHS["desk"])
     ask_and_wait(page, tiny / "data/images/red.png")
     before = on_the_page(page)
-    assert [len(said) for said in before] == [len(before[0]), len(before[0]), 2, 4]
+    assert [len(said) for said in before] == [len(before[0]), len(before[0]), 2]
     ask(page, "slowly?")
-    page.get_by_text("Ye ...").wait_for(timeout=PATIENCE)
+    page.get_by_text("Ye", exact=True).wait_for(timeout=PATIENCE)
     yield page, before
     gate.touch()
 
@@ -188,150 +183,52 @@ def waiting(visit, tiny, gate):
 def test_stop_while_the_second_arm_answers_drops_the_question_for_both(waiting, gate):
     page, before = waiting
     page.get_by_role("button", name="Stop").click()
-    page.get_by_role("alert").get_by_text(STOPPED).wait_for(timeout=PATIENCE)
-    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
-    assert on_the_page(page) == before
-    gate.touch()
+    wait_for_message(page, STOPPED)
+    page.wait_for_function(f"document.querySelectorAll('.message').length == {2 * len(before[0])}", timeout=PATIENCE)
+    assert on_the_page(page) == before and page.locator(".error").count() == 0
     ask(page, "Sure?")
-    page.wait_for_function("document.querySelectorAll('.norms').length == 2 && !document.querySelector('[role=alert]')")
-    first, second, *_ = on_the_page(page)
+    page.wait_for_function("document.querySelectorAll('.message.bot').length == 4", timeout=PATIENCE)
+    first, second, _ = on_the_page(page)
     assert [text for text in first if "?" in text] == [text for text in second if "?" in text]
     assert "slowly?" not in "".join(first + second) and "Sure?" in first
 
 
-def test_reset_while_an_arm_answers_leaves_nothing_of_the_conversation(waiting, gate):
+def test_clearing_while_an_arm_answers_leaves_nothing_of_the_conversation(waiting):
     page, _ = waiting
-    page.get_by_role("button", name="Reset").click()
-    page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
-    gate.touch()
+    page.get_by_role("button", name="Clear").first.click()
+    page.wait_for_function("document.querySelectorAll('.message, img[alt^=Where]').length == 0", timeout=PATIENCE)
     ask(page, "Sure?")
-    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
     assert "slowly?" not in "".join(sum(on_the_page(page)[:2], []))
 
 
-def test_a_question_asked_before_its_picture_was_checked_is_answered(waiting, visit, tiny, gate):
-    page = visit(WIDTHS["desk"])
-    choose(page, tiny / "data/images/blue.png")
-    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
-    ask(page, "Why?")
-    page.wait_for_timeout(500)
-    assert page.locator(".message").count() == 0  # picture and question wait for the other visitor's answer
-    gate.touch()
-    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
-
-
-def test_stop_while_the_question_waits_for_another_visitor_says_so(waiting, visit, tiny, gate):
-    page = visit(WIDTHS["desk"])
-    choose(page, tiny / "data/images/blue.png")
-    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
-    ask(page, "Why?")
-    page.wait_for_timeout(500)
-    page.get_by_role("button", name="Stop").click()
-    page.get_by_role("alert").get_by_text(STOPPED).wait_for(timeout=PATIENCE)
-    gate.touch()
-    waiting[0].wait_for_function("!document.body.innerText.includes('Ye ...')", timeout=PATIENCE)
-    page.wait_for_timeout(500)
-    assert page.locator(".message").count() == 0 and page.get_by_role("alert").count() == 1
-
-
-def test_the_map_of_one_checkpoint_is_as_large_as_its_wide_picture(browser, trained, gate, tmp_path):
-    Image.new("RGB", (400, 100), "red").save(tmp_path / "wide.png")
-    with served(tmp_path, gate, trained("none")) as place:
-        page = browser.new_page(viewport={"width": WIDTHS["desk"], "height": 900})
-        page.goto(place)
-        choose(page, tmp_path / "wide.png")
-        page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
-        ask(page, QUESTIONS[0] + POPE_SUFFIX)
-        page.locator("img[alt^=Where]").wait_for(timeout=PATIENCE)
-        picture, shown = page.locator(".seen img").evaluate_all("all => all.map(i => [i.clientWidth, i.clientHeight])")
-        keep_screenshot(page, "alone")
-        page.close()
-    assert picture == shown and picture[0] > 500
-
-
-def test_stop_without_a_question_says_nothing(visit, tiny):
-    page = visit(WIDTHS["desk"])
-    page.get_by_role("button", name="Stop").click()
-    ask_and_wait(page, tiny / "data/images/red.png")
-    before = on_the_page(page)
-    page.get_by_role("button", name="Stop").click()
-    page.wait_for_timeout(500)
-    assert page.get_by_role("alert").count() == 0 and on_the_page(page) == before
-
-
 @pytest.mark.parametrize(
-    ("question", "sentence"),
-    [("", "Please type a question."), ("a" * 10_001, "the limit is 10,000"), ("why? " * 200, "more than the 512 of")],
+    ("question", "sentence"), [("", "Please type a question."), ("why? " * 200, "more than the 512 of")]
 )
-def test_a_refused_question_keeps_answers_maps_and_norms(visit, tiny, question, sentence):
+def test_a_refused_question_keeps_answers_and_maps(visit, tiny, question, sentence):
     page = visit(WIDTHS["desk"])
     ask_and_wait(page, tiny / "data/images/red.png")
     before = on_the_page(page)
     ask(page, question)
-    page.get_by_role("alert").get_by_text(sentence).wait_for(timeout=PATIENCE)
+    wait_for_message(page, sentence)
     page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
     assert on_the_page(page) == before
 
 
-def test_enter_asks_and_shift_enter_starts_a_line_as_the_box_says(visit):
-    page = visit(WIDTHS["desk"])
-    page.get_by_text("Enter asks, Shift+Enter starts a line.").wait_for(timeout=PATIENCE)
-    box(page).press_sequentially("Why?")
-    one_line = box(page).bounding_box()["height"]
-    box(page).press("Shift+Enter")
-    box(page).press_sequentially("How?")
-    assert box(page).input_value() == "Why?\nHow?" and page.get_by_role("alert").count() == 0
-    assert box(page).bounding_box()["height"] > one_line
-    box(page).press("Enter")
-    page.get_by_role("alert").get_by_text("Please choose a picture first.").wait_for(timeout=PATIENCE)
-    assert box(page).input_value() == "Why?\nHow?"
-
-
-def test_on_a_phone_the_answer_comes_into_view_and_a_refusal_stays(visit, tiny):
+def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path):
     page = visit(WIDTHS["phone"])
-    page.set_viewport_size({"width": WIDTHS["phone"], "height": 740})  # the first chat is below
     ask(page, "Why?")
-    page.get_by_role("alert").wait_for(timeout=PATIENCE)
-    assert page.evaluate("scrollY") == 0
-    ask_and_wait(page, tiny / "data/images/red.png")
-    page.wait_for_function(
-        """() => { const answer = document.querySelector('.message.bot').getBoundingClientRect();
-                   return answer.top >= 0 && answer.bottom <= innerHeight }""",
-        timeout=PATIENCE,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("note.png", b"hello", "note.png: not a picture in a format that Pillow reads."),
-        ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
-    ],
-)
-def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
-    page = visit(WIDTHS["desk"])
-    (tmp_path / name).write_bytes(content)
-    choose(page, tmp_path / name)
-    page.get_by_role("alert").get_by_text(sentence).wait_for(timeout=PATIENCE)
-    page.get_by_text("Drop Image Here").wait_for(timeout=PATIENCE)
-    page.wait_for_timeout(500)
-    assert page.get_by_role("alert").inner_text().startswith(name)
-    keep_screenshot(page, f"refused-{name}")
-
-
-def test_a_picture_that_is_too_large_is_refused_on_the_page(visit, tmp_path):
-    page = visit(WIDTHS["phone"])
-    (tmp_path / "large.png").write_bytes(encoded(noise(size=(400, 400))))
+    wait_for_message(page, "Please choose a picture first.")
+    (tmp_path / "note.png").write_bytes(b"hello")
+    choose(page, tmp_path / "note.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    ask(page, "Why?")
+    wait_for_message(page, "note.png: not a picture in a format that Pillow reads")
+    page.get_by_role("button", name="Remove Image").click()
+    (tmp_path / "large.png").write_bytes(bytes(11_000_000))
     choose(page, tmp_path / "large.png")
     page.get_by_text("exceed the maximum allowed size").first.wait_for(timeout=PATIENCE)
-    keep_screenshot(page, "too-large")
     page.logged.clear()  # Gradio logs what it shows
-
-
-def test_a_question_without_a_picture_is_refused_in_a_sentence(visit):
-    page = visit(WIDTHS["phone"])
-    ask(page, "Why?")
-    page.get_by_role("alert").get_by_text("Please choose a picture first.").wait_for(timeout=PATIENCE)
 
 
 def test_files_of_the_machine_are_not_served(address):
@@ -339,11 +236,6 @@ def test_files_of_the_machine_are_not_served(address):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{address}{path}", timeout=30)
         assert refused.value.code in (403, 404)
-
-
-def test_every_answer_of_the_server_names_itself_as_the_only_source(address):
-    with urllib.request.urlopen(address, timeout=30) as response:
-        assert response.headers["content-security-policy"].startswith("default-src 'self';")
 
 
 # --- what is sent past the page ---------------------------------------------------------------------------------------
@@ -410,13 +302,19 @@ def events(address: str) -> list[tuple[int, str, list[str]]]:
 
 
 def told(stream: str) -> list[str]:
-    """The sentences that an event's messages show: Gradio's errors, and refusals in HTML."""
-    return re.findall(r'"error": ?"([^"]*)"', stream) + re.findall(r'role=\\"alert\\">([^<]*)<', stream)
+    """The sentences that an event's messages show: Gradio's errors, and warnings."""
+    return re.findall(r'"(?:error|log)": ?"([^"]*)"', stream)
 
 
 FILE = {"meta": {"_type": "gradio.FileData"}}
 FORMS = [{"is_stream": stream, **kind} for stream in (True, False) for kind in ({}, FILE)]
-SENTENCE = "The picture is not a file that was uploaded to this page, or it is gone; please choose it again."
+REFUSALS = (REFUSAL, "Please choose a picture first.")
+
+
+def is_refused(stream: str) -> bool:
+    """Whether an event ended in a refusal, of ours or of Gradio, and nothing was asked."""
+    refused = any(told(stream)[-1:] and told(stream)[-1].endswith(sentence) for sentence in REFUSALS)
+    return "assistant" not in stream and (refused or bool(re.search(r'"success": ?false', stream)))
 
 
 def test_no_event_opens_or_fetches_what_was_not_uploaded(address, inner, tmp_path):
@@ -426,37 +324,40 @@ def test_no_event_opens_or_fetches_what_was_not_uploaded(address, inner, tmp_pat
     beside = os.path.relpath(tmp_path / "own.png", uploaded.parent)
     paths = [f"{server}/a.png", f"file://{tmp_path}/own.png", str(tmp_path / "own.png"), f"{uploaded.parent}/{beside}"]
     paths += [server.replace("http", "HTTP") + "/b.png", "/etc/hostname", "/nowhere.png", str(uploaded.parent)]
+    paths += PUBLIC
     count = itertools.count()
     for event, _, kinds in events(address):
         for place, path, form in itertools.product(range(len(kinds)), paths, FORMS):
             if kinds[place] in ("image", "textbox"):
-                data = ["why?" if kind == "textbox" else 1 if kind == "slider" else None for kind in kinds]
+                data = ["why?" if kind == "textbox" else None for kind in kinds]
                 data[place] = {"path": path, **form}
                 stream = joined(address, event, data, f"session{next(count)}")
-                assert told(stream)[-1:] == [SENTENCE], (event, kinds, data, stream)
-    assert next(count) >= 3 * len(paths) * len(FORMS) and requests == []
+                assert is_refused(stream), (event, kinds, data, stream)
+                if path in PUBLIC and "meta" in form and not form["is_stream"]:
+                    assert told(stream)[-1].endswith(REFUSAL)  # before a connection was tried
+    assert next(count) == 2 * len(paths) * len(FORMS) and requests == []
+
+
+PUBLIC = ["http://8.8.8.8/a.png", "https://huggingface.co/a.png"]  # Gradio itself would open them
 
 
 @pytest.mark.parametrize("way", ["call", "run", "api"])
 def test_no_direct_call_opens_or_fetches_what_was_not_uploaded(address, inner, way):
     server, requests = inner
-    picture = {"path": f"{server}/a.png", "is_stream": True}
     names = [name for _, name, kinds in events(address) if "image" in kinds]
-    assert sorted(names) == ["ask", "forget_message", "new_picture"]
-    for name in names:
-        body = {"data": [picture, "why?", None, 0, 8] if name == "ask" else [picture], "session_hash": way}
-        _, text = post(f"{address}gradio_api/{way}/{name}", body)
-        if way == "call":  # gives a number by which the answer is fetched
-            with urllib.request.urlopen(f"{address}gradio_api/call/{name}/{json.loads(text)['event_id']}") as stream:
-                text = stream.read().decode()
-        assert SENTENCE in text
-    assert requests == []
+    assert names == ["ask"]
+    body = {"data": [{"path": f"{server}/a.png", "is_stream": True}, "why?", None], "session_hash": way}
+    _, text = post(f"{address}gradio_api/{way}/ask", body)
+    if way == "call":  # gives a number by which the answer is fetched
+        with urllib.request.urlopen(f"{address}gradio_api/call/ask/{json.loads(text)['event_id']}") as stream:
+            text = stream.read().decode()
+    assert "assistant" not in text and requests == []
 
 
 @pytest.mark.parametrize("way", ["file=", "file/", "proxy="])
 def test_the_page_passes_no_address_on(address, inner, way):
     server, requests = inner
-    for url in (f"{server}/a.png", "http://192.0.2.1/a.png"):  # the second is reserved: nobody has it
+    for url in (f"{server}/a.png", *PUBLIC):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{address}gradio_api/{way}{url}", timeout=5)
         assert refused.value.code in (400, 403, 404)
@@ -466,5 +367,5 @@ def test_the_page_passes_no_address_on(address, inner, way):
 def test_what_was_uploaded_is_opened(address, tiny, trained):
     path = upload(address, (tiny / "data/images/red.png").read_bytes())
     ask = next(event for event, _, kinds in events(address) if "image" in kinds and "textbox" in kinds)
-    stream = joined(address, ask, [{"path": path}, QUESTIONS[0] + POPE_SUFFIX, None, 0, 8], "uploaded")
-    assert "times the norm of text tokens" in stream and told(stream) == []
+    stream = joined(address, ask, [{"path": path}, QUESTIONS[0] + POPE_SUFFIX, None], "uploaded")
+    assert "Yes" in stream and told(stream) == []
