@@ -45,13 +45,8 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
         compiled: the layers run under `torch.compile`.
 
     Raises:
-        ValueError: the requested backend cannot keep packed samples apart, or would be recompiled for every batch.
+        ValueError: the requested backend cannot keep packed samples apart.
     """
-    if requested == SEGMENTS and compiled:
-        raise ValueError(
-            f"--attn_implementation {SEGMENTS} with --compile_layers True: would be recompiled for every batch's "
-            "lengths; leave it out, or pass sdpa"
-        )
     if requested is not None and requested not in PACKED_BACKENDS:
         raise ValueError(
             f"--attn_implementation {requested}: cannot keep packed samples apart; expected one of "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from llava.mm_utils import load_tokenizer
 from llava.model.context import context_length
@@ -13,7 +14,7 @@ from llava.model.decoding import other_settings, read_generation_config, token_i
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
+from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 from llava.utils import plugins
@@ -153,7 +154,7 @@ def load_pretrained_model(
     config = config or read_config(model_path)
     for field, value in (overwrite_config or {}).items():
         setattr(config, field, value)
-    lora_file = lora_config_file(model_path)
+    lora_file = find_adapter_config_file(model_path)
     if lora_file and model_base is None:
         model_base = recorded_base(model_path)
         logger.info("%s: LoRA on the base that it records, %s", model_path, model_base)

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
+# Rope types whose configs may leave `max_position_embeddings` unscaled; the rest write the scaled length there.
 _EXTENDED_BY_FACTOR = ("linear", "dynamic", "yarn")
-"""Rope types whose configs may leave `max_position_embeddings` as it was before they scaled it; the rest write the
-scaled length there."""
 
 
 def context_length(config: PretrainedConfig) -> int:

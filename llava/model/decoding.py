@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Options of `from_pretrained` that say where a checkpoint's files are."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Options of `generate` that greedy decoding does not read."""
 GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True}
 _METADATA = ("_from_model_config", "_commit_hash", "transformers_version")
 

@@ -41,18 +41,16 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
     vision, text = config.vision_config, config.text_config
     assert isinstance(vision, PretrainedConfig) and isinstance(text, PretrainedConfig)
     layer, activation, bias = config.vision_feature_layer, config.projector_hidden_act, config.multimodal_projector_bias
-    fault = None
     if vision.model_type not in TOWERS:
-        fault = f"its vision tower is a {vision.model_type!r}; expected one of {', '.join(TOWERS)}"
-    elif not isinstance(layer, int):
-        fault = f"vision_feature_layer={layer}; expected one layer, not several"
-    elif fields["model_type"] in (STOCK, NEXT) and (activation != "gelu" or not bias):
-        fault = (
-            f"projector_hidden_act={activation!r}, multimodal_projector_bias={bias}; expected 'gelu' and True, the "
-            "projector that LLaVA 1.5 has"
+        raise ValueError(
+            f"{model_path}: its vision tower is a {vision.model_type!r}; expected one of {', '.join(TOWERS)}"
         )
-    if fault:
-        raise ValueError(f"{model_path}: {fault}")
+    other_projector = fields["model_type"] in (STOCK, NEXT) and (activation, bias) != ("gelu", True)
+    if other_projector or not isinstance(layer, int):
+        raise ValueError(
+            f"{model_path}: projector_hidden_act={activation!r}, multimodal_projector_bias={bias}, "
+            f"vision_feature_layer={layer}; expected 'gelu', True and one layer, as LLaVA 1.5 has"
+        )
     feature = "cls_patch" if config.vision_feature_select_strategy == "full" else "patch"
     published = {
         "mm_vision_tower": vision._name_or_path or model_path,

@@ -19,7 +19,7 @@ from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.context import check_fits
-from llava.model.decoding import HUB_OPTIONS, SAMPLING, other_settings, read_generation_config, token_ids_alone
+from llava.model.decoding import HUB_OPTIONS, other_settings, read_generation_config, token_ids_alone
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.towers import VisionTower
@@ -435,9 +435,6 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         attention_mask = kwargs.pop("attention_mask", None)
         attention_mask = torch.ones_like(inputs) if attention_mask is None else without_holes(attention_mask)
         kwargs.pop("position_ids", None)
-        if kwargs.get("do_sample") is False:
-            # Harnesses pass temperature=0 nevertheless. Greedy decoding reads none of these; the library would warn.
-            kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING}
         parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
             check_fits(text_lengths(inputs, attention_mask), self.config)

@@ -26,18 +26,13 @@ _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own paramet
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 
 
-def lora_config_file(folder_or_id: str) -> str | None:
-    """The path of `adapter_config.json` in a local folder or on the hub; None if there is no LoRA."""
-    return find_adapter_config_file(folder_or_id)
-
-
 def recorded_base(folder_or_id: str) -> str:
     """The model that a LoRA was trained on, as its `adapter_config.json` says.
 
     Raises:
         ValueError: it names none, or a folder that is not on this machine.
     """
-    file = lora_config_file(folder_or_id)
+    file = find_adapter_config_file(folder_or_id)
     base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
     if not base or (os.path.isabs(base) and not os.path.exists(base)):
         raise ValueError(
@@ -91,11 +86,6 @@ def has_lora(model: nn.Module) -> bool:
 def is_adapter(parameter_name: str) -> bool:
     """Whether a parameter belongs to an adapter, by its name."""
     return ".lora_" in parameter_name
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Whether a part of the model contains adapters."""
-    return any(is_adapter(name) for name, _ in module.named_parameters())
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,12 +22,13 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
         ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
     import torch  # this and what follows take seconds
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     from llava.mm_utils import save_tokenizer
     from llava.model.builder import load_pretrained_model
-    from llava.model.lora import adapter_dtype, lora_config_file
+    from llava.model.lora import adapter_dtype
 
-    if lora_config_file(model_path) is None:
+    if find_adapter_config_file(model_path) is None:
         raise ValueError(f"--model-path {model_path}: no adapter_config.json; expected a LoRA folder or hub id")
     output = Path(save_model_path)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -49,7 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model-path", required=True, help="LoRA folder or hub id")
     parser.add_argument("--model-base", help="model it was trained on (default: the one it records)")
     parser.add_argument("--save-model-path", required=True, help="new or empty folder for the merged checkpoint")
-    parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the adapters')")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="precision of the written weights (default: the adapters')",
+    )
     add_plugin_argument(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

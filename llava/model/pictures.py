@@ -29,18 +29,14 @@ def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None
         placeholders: number of placeholders of each sample.
 
     Raises:
-        ValueError: too few or too many images; the message has both numbers.
+        ValueError: too few or too many images; the message names the sample.
     """
-    if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
-        return images
     entries = [] if images is None else list(images)
     groups = [[x] if isinstance(x, torch.Tensor) and x.ndim == 3 else list(x) for x in entries]
     if all(len(group) == 1 for group in groups):  # an entry per image
         matched = _without_unused([group[0] for group in groups], placeholders)
         if len(matched) == sum(placeholders):
             return torch.stack(matched) if matched else None
-    if all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in entries):
-        raise ValueError(_wrong_number(placeholders, len(entries)))
     if len(groups) > len(placeholders):
         raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
     groups += [[] for _ in range(len(placeholders) - len(groups))]
@@ -68,7 +64,9 @@ def match_crops(
     """
     crops = _without_unused(list(_of_each_image([] if images is None else images)), placeholders)
     if len(crops) != sum(placeholders):
-        raise ValueError(_wrong_number(placeholders, len(crops)))
+        raise ValueError(
+            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(crops)} images"
+        )
     sizes = [None] * len(crops) if image_sizes is None else [tuple(map(int, size)) for size in image_sizes]
     sizes = _without_unused(sizes, placeholders)
     if len(sizes) != len(crops):
@@ -90,11 +88,6 @@ def _without_unused(entries: list, placeholders: list[int]) -> list:
     """`entries`, one per image, without the unused ones of text-only samples, if there are any."""
     used = [count > 0 for count in placeholders for _ in range(max(count, 1))]
     return entries if len(entries) != len(used) else [entry for entry, use in zip(entries, used, strict=True) if use]
-
-
-def _wrong_number(placeholders: list[int], num_images: int) -> str:
-    total = sum(placeholders)
-    return f"the batch has {total} image placeholders ({placeholders} per sample) but {num_images} images"
 
 
 def line_up(

@@ -3,7 +3,7 @@
 Loading keeps them, but a cast of the whole model rounds them, and `zero.Init` makes tensors in the type of the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,24 +38,15 @@ def rebuild_rotary(model: nn.Module) -> None:
     Raises:
         ValueError: a model has frequencies that its own function does not compute.
     """
-    for owner, module in _rotary_modules(model, None):
+    for module in filter(frequencies, model.modules()):
         for name, buffer in frequencies(module).items():
             module._buffers[name] = torch.full_like(buffer, torch.nan, dtype=torch.float32)
-        if owner is not None:
+        models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+        owners = [part for part in models if any(module is child for child in part.modules())]
+        for owner in owners[-1:]:  # the innermost of the library's models
             owner._init_weights(module)
         if lost := [name for name, buffer in frequencies(module).items() if buffer.isnan().any()]:
             raise ValueError(
-                f"{type(owner).__name__}: rotary frequencies {', '.join(lost)} of {type(module).__name__} cannot be "
+                f"{type(model).__name__}: rotary frequencies {', '.join(lost)} of {type(module).__name__} cannot be "
                 "computed again after DeepSpeed may have rounded them; train this model without --deepspeed"
             )
-
-
-def _rotary_modules(
-    module: nn.Module, owner: PreTrainedModel | None
-) -> Iterator[tuple[PreTrainedModel | None, nn.Module]]:
-    """Every module with frequencies, and the innermost of the library's models that it belongs to."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    if frequencies(module):
-        yield owner, module
-    for child in module.children():
-        yield from _rotary_modules(child, owner)

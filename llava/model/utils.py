@@ -5,8 +5,6 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-UPGRADED = {"model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalLM"]}
-
 
 def auto_upgrade(config: str) -> None:
     """Asks to upgrade the `config.json` of a first-version LLaVA checkpoint, whose model type is that of a plain Llama.
@@ -24,7 +22,7 @@ def auto_upgrade(config: str) -> None:
         return
     if kind != "llama" or not file.is_file():
         raise ValueError(f"{config}: expected a folder with a LLaVA or Llama model, found model_type {kind!r}")
-    question = f"{file} is of LLaVA's first version. Write model_type {UPGRADED['model_type']} into it? [y/n] "
-    if input(question).lower() not in ("y", "yes"):
+    if input(f"{file} is of LLaVA's first version. Write model_type llava_llama into it? [y/n] ").lower() != "y":
         raise SystemExit(1)
-    file.write_text(json.dumps(json.loads(file.read_text()) | UPGRADED, indent=2) + "\n")
+    upgraded = {"model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | upgraded, indent=2) + "\n")

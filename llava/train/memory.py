@@ -28,7 +28,7 @@ from torch import nn
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.builder import class_of, read_config
 from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
-from llava.model.lora import add_lora, is_adapted, is_adapter
+from llava.model.lora import add_lora, is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.builder import read_vision_config
 from llava.model.multimodal_encoder.towers import VisionTower
@@ -202,7 +202,7 @@ def _decoder_layer_bytes(
         mlp_kept = matmul * mlp * (2 if fused else 3)
     else:
         mlp_kept = matmul * mlp
-    if is_adapted(layer):
+    if any(is_adapter(name) for name, _ in layer.named_parameters()):
         inputs = fed * _dropout_bytes(layer, matmul, device)
     elif trained:
         # Products after a norm share its output; autocast makes a copy for each.

@@ -414,8 +414,8 @@ def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     ("change", "said"),
     [
         ({"vision_config": {"model_type": "pixtral"}}, "its vision tower is a 'pixtral'; expected one of"),
-        ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer=\[-2, -1\]; expected one layer"),
-        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu', .*expected 'gelu' and True"),
+        ({"vision_feature_layer": [-2, -1]}, r".*vision_feature_layer=\[-2, -1\]; expected 'gelu', True and one layer"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu', .*expected 'gelu', True"),
     ],
 )
 def test_a_published_folder_with_what_this_tree_lacks_is_refused_by_name(change, said):

@@ -168,7 +168,9 @@ def test_rotary_frequencies_that_cannot_be_recomputed_are_refused_by_name(models
     rebuild_rotary(model)
     assert rotary_frequencies(model).keys() == rotary_frequencies(models["Qwen"]).keys()
     model.get_model().layers[0].register_buffer("local_inv_freq", torch.ones(3, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="LlavaQwenModel: rotary frequencies local_inv_freq of Qwen2DecoderLayer "):
+    with pytest.raises(
+        ValueError, match="LlavaQwenForCausalLM: rotary frequencies local_inv_freq of Qwen2DecoderLayer "
+    ):
         rebuild_rotary(model)
 
 

@@ -6,8 +6,7 @@ Shapes: N images, V patches per image, E vision hidden size, D LLM hidden size.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,17 +34,11 @@ class MergePatches(nn.Module):
         return squares.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [N, V / side ** 2, side ** 2 * E]
 
 
-@dataclass(frozen=True)
-class ProjectorType:
-    """A row of `PROJECTOR_TYPES`.
+class ProjectorType(NamedTuple):
+    """A row of `PROJECTOR_TYPES`."""
 
-    Args:
-        build: the projector without norm, from E, D and the number that its name has for N (0 without one).
-        merge: side of the square of patches that becomes one visual token.
-    """
-
-    build: Callable[[int, int, int], nn.Module]
-    merge: int = 1
+    build: Callable[[int, int, int], nn.Module]  # without norm, from E, D and the number that its name has for N, or 0
+    merge: int = 1  # side of the square of patches that becomes one visual token
 
 
 def _identity(mm_hidden_size: int, hidden_size: int, _: int) -> nn.Module:

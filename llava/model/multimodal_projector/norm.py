@@ -256,11 +256,7 @@ def record_norm(config: "PretrainedConfig", flags: object, embedding: nn.Module 
 
 
 def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
-    """The norm that ends the projector, or None; `mm_projector_norm_target` decides its initial gain.
-
-    Raises:
-        ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
-    """
+    """The norm that ends the projector, or None; ValueError where the config names no target or an unknown norm."""
     name = _setting(config, "mm_projector_norm")
     norm_type = norm_class(name)
     if norm_type is None:
@@ -305,11 +301,7 @@ def freeze_fixed_norm(projector: nn.Module) -> None:
 
 
 def parse_init(init: str | float) -> tuple[str, float]:
-    """`--mm_projector_norm_init` parsed: ("text_norm", multiple), ("default", 1) or ("norm", the norm itself).
-
-    Raises:
-        ValueError: `init` is neither one of the words, nor a positive number, nor a positive multiple such as `3x`.
-    """
+    """`--mm_projector_norm_init` parsed: ("text_norm", multiple), ("default", 1) or ("norm", the norm itself)."""
     text = str(init)
     if text in ("text_norm", "default"):
         return text, 1.0
