@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 MERGE_TYPES = ("flat", "spatial_unpad")
+_CROPS = re.compile(r"\[?\((\d+)x(\d+)\),\.\.\.,\((\d+)x(\d+)\)\]?")
 _SHRINK_FROM = 1.1  # LLaVA-NeXT shrinks a grid only if its sides are too long by more than this factor
 
 Size = tuple[int, int]
@@ -173,8 +174,8 @@ def parse_pinpoints(value: Pinpoints | None, crop_side: int) -> tuple[Size, ...]
     """The grids of `image_grid_pinpoints`, width and height in pixels.
 
     Args:
-        value: pairs of pixels, or their text, as `[[336, 672], [672, 336]]`; or text in crops, as `(1x1),(1x2)`, or
-            `(1x1),...,(6x6)` for all the grids between these two.
+        value: pairs of pixels, or their text, as `[[336, 672], [672, 336]]`; or in crops, as `(1x1),...,(6x6)`, for all
+            the grids between these two.
         crop_side: pixels.
 
     Raises:
@@ -182,8 +183,10 @@ def parse_pinpoints(value: Pinpoints | None, crop_side: int) -> tuple[Size, ...]
     """
     expected = "expected pairs of pixels as [[336,672],[672,336]] or of crops as (1x1),...,(6x6)"
     try:
-        if isinstance(value, str) and "x" in value:
-            grids = [(columns * crop_side, rows * crop_side) for columns, rows in _crop_pairs(value)]
+        if isinstance(value, str) and (crops := _CROPS.fullmatch(re.sub(r"\s", "", value))):
+            first_column, first_row, last_column, last_row = map(int, crops.groups())
+            columns, rows = range(first_column, last_column + 1), range(first_row, last_row + 1)
+            grids = [(column * crop_side, row * crop_side) for column in columns for row in rows]
         else:
             pairs: Any = ast.literal_eval(value) if isinstance(value, str) else value  # None is no sequence
             grids = [(int(width), int(height)) for width, height in pairs]
@@ -198,20 +201,6 @@ def parse_pinpoints(value: Pinpoints | None, crop_side: int) -> tuple[Size, ...]
     if not grids:
         raise ValueError(f"--image_grid_pinpoints {value!r}: no grid; {expected}")
     return tuple(grids)
-
-
-def _crop_pairs(text: str) -> list[Size]:
-    """Columns and rows of `(1x1),(1x2)` or `(1x1),...,(6x6)`."""
-    words = re.sub(r"\s", "", text).strip("[]").split(",")
-    spans = len(words) == 3 and words[1] == "..."
-    matches = [re.fullmatch(r"\((\d+)x(\d+)\)", word) for word in (words[::2] if spans else words)]
-    pairs = [(int(pair[1]), int(pair[2])) for pair in matches if pair]
-    if len(pairs) < len(matches):
-        raise ValueError(text)
-    if not spans:
-        return pairs
-    (first_column, first_row), (last_column, last_row) = pairs
-    return [(c, r) for c in range(first_column, last_column + 1) for r in range(first_row, last_row + 1)]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -65,14 +65,9 @@ class Assistant(NamedTuple):
         self.prompt_length(turns, [self.upright(picture).size for picture in pictures])
         return self._ids(turns)
 
-    @property
-    def image_orientation(self) -> str:
-        """How the checkpoint was trained to see pictures: one of `llava.utils.pixels.ORIENTATIONS`."""
-        return getattr(self.model.config, "image_orientation", "stored")
-
     def upright(self, picture: Image.Image) -> Image.Image:
         """The picture as the checkpoint was trained to see it."""
-        return upright(picture, self.image_orientation)
+        return upright(picture, getattr(self.model.config, "image_orientation", "stored"))
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
         """Length of the prompt of `prompt_ids`, with visual tokens of pictures of these sizes."""

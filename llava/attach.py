@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llava.families import DEEPSTACK, family_of, first_tensors, is_floating, projector_path, refuse, text_embedding
+from llava.families import family_of, first_tensors, is_floating, projector_path, refuse, text_embedding
 from llava.model.decoding import HUB_OPTIONS
 from llava.model.multimodal_projector.norm import (
     EPS,
@@ -59,7 +59,6 @@ def attach(
     min_gain: float = MIN_GAIN,
     learnable: bool = True,
     projector: str | None = None,
-    deepstack: bool = False,
 ) -> PreTrainedModel:
     """Ends the projector of `model` with a norm, and returns `model`. Before PEFT, FSDP or DeepSpeed wrap it.
 
@@ -73,8 +72,6 @@ def attach(
             embedding returns.
         eps, min_gain, learnable: see `ProjectorNorm`.
         projector: path of the projector's module; default: by the rules of `llava.families`.
-        deepstack: DeepStack adds further projections of the picture to states inside the LLM (Qwen3-VL). False leaves
-            them as they are; True ends each with a norm of its own, with the same target.
 
     Raises:
         ValueError: see the messages; the model is then unchanged.
@@ -82,10 +79,7 @@ def attach(
     name = f"attach: {type(model).__name__}"
     _refuse(model, name, norm, named=projector is not None)
     fields = ProjectorNormArguments(norm, str(init), eps, min_gain, learnable)
-    paths = [projector_path(model, projector or family_of(model.config.model_type).projector, "projector=")]
-    further = [path for path, _ in model.named_modules() if path.split(".")[-2:-1] == [DEEPSTACK]]
-    if deepstack and not further:
-        raise ValueError(f"{name}: deepstack=True, but it has no {DEEPSTACK}")
+    path = projector_path(model, projector or family_of(model.config.model_type).projector, "projector=")
     if not _guard(copy.deepcopy(model.config)):
         raise ValueError(
             f"{name}: its config has no activation that it leaves alone when it is loaded, so a load without the norm "
@@ -94,7 +88,7 @@ def attach(
     embedding = text_embedding(model)
     record: Any = SimpleNamespace(hidden_size=full_shape(embedding.get_parameter("weight"))[-1])
     record_norm(record, fields, embedding)
-    _insert(model, vars(record) | {"projectors": paths + further * deepstack})
+    _insert(model, vars(record) | {"projectors": [path]})
     _keep_names(model)
     _guard(model.config)
     model.name_or_path = model.config.name_or_path = f"{model.config.name_or_path}{NAME_SUFFIX}"
@@ -144,7 +138,7 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
 
 
 def attached_norms(model: nn.Module) -> list[ProjectorNorm]:
-    """The norms in `model`: the projector's, then DeepStack's."""
+    """The norms in `model`: the projector's."""
     return [module for module in model.modules() if isinstance(module, ProjectorNorm)]
 
 

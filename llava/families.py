@@ -12,8 +12,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 PROJECTOR_NAMES = ("mm_projector", "multi_modal_projector", "multimodal_projector", "connector", "merger")
 PROJECTOR_NAMES += ("projector", "aligner", "embed_vision")
-DEEPSTACK = "deepstack_merger_list"
-"""The projectors of earlier encoder layers, whose outputs are added to states inside the LLM."""
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 FEATURE_LAYER_FIELDS = ("vision_feature_layer", "vision_feature_layers")
 

@@ -108,7 +108,8 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
         print(f"{output}: finished before, {done} answers (--overwrite answers again)")
         return
     assistant = chosen_assistant(args)
-    questions.images = questions.store(orientation=assistant.image_orientation)
+    orientation = getattr(assistant.model.config, "image_orientation", "stored")
+    questions.images = questions.store(orientation=orientation)
 
     def fits(index: int, question: "Question", sizes: "list[Size]") -> None:
         if sizes and assistant.image_processor is None:

@@ -159,16 +159,15 @@ def llava():
     return saved_models.filled(SAVED["llava"].model()).eval()
 
 
-def test_deepstacks_further_outputs_are_normed_each_or_not_at_all():
+def test_deepstacks_further_outputs_are_left_as_they_are():
     case = qwen3_vl()
-    for deepstack, count in ((False, 1), (True, 3)):
-        model = attach(copy.deepcopy(case.model), eps=1e-12, deepstack=deepstack)
-        assert len(attached_norms(model)) == count
-        with torch.no_grad():
-            visual = model.model.visual(case.inputs["pixel_values"], grid_thw=case.inputs["image_grid_thw"])
-        norms = [rows.norm(dim=-1) for rows in (visual.pooler_output, *visual.deepstack_features)]
-        aligned = [torch.allclose(values, torch.tensor(text_norm(model)), rtol=1e-5) for values in norms]
-        assert aligned == [True, deepstack, deepstack]
+    model = attach(copy.deepcopy(case.model), eps=1e-12)
+    assert len(attached_norms(model)) == 1
+    with torch.no_grad():
+        visual = model.model.visual(case.inputs["pixel_values"], grid_thw=case.inputs["image_grid_thw"])
+    norms = [rows.norm(dim=-1) for rows in (visual.pooler_output, *visual.deepstack_features)]
+    aligned = [torch.allclose(values, torch.tensor(text_norm(model)), rtol=1e-5) for values in norms]
+    assert aligned == [True, False, False]
 
 
 @pytest.mark.parametrize("norm", attachable())
@@ -198,7 +197,6 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     for norm in ("gwc_layernom", "none", "scale"):
         refused(model, f"norm: {names} '{norm}'", norm)
     refused(model, "--mm_projector_norm_init: expected 'text_norm'", init="texts")
-    refused(model, "deepstack=True, but it has no deepstack_merger_list", deepstack=True)
     refused(model, "projector= model.nothing: .* has no such module", projector="model.nothing")
     refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already")
     refused(mllama().model, "mllama cannot have the norm: its LLM looks at the picture by cross-attention")
