@@ -5,12 +5,18 @@ a word, a letter or a number; where nothing can be read, or two things that diff
 """
 
 import re
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 _TYPESET = {0x2212: "-", 0x2013: "-", 0x2010: "-", 0x2011: "-", 0x2014: " "}  # minus, en dash, hyphens; em dash
-_MARKS = re.escape("!\"'()*,.:;?[]_`{}~…“”‘’„«»¿¡。，！？：；、（）")
+_TYPESET |= {0xFEE0 + code: code for code in range(0x21, 0x7F)} | {0x3001: ",", 0x3002: "."}  # full width; 、 and 。
+_VALUES = set(map(chr, range(0x2030, 0x2038)))  # per mille, minutes, seconds: Unicode counts them as punctuation too
+_OTHER_MARKS = [c for c in map(chr, range(0x80, 0x10000)) if unicodedata.category(c)[0] == "P"]
+_MARKS = re.escape("!\"'()*,.:;?[]_`{}~" + "".join(c for c in _OTHER_MARKS if c not in _VALUES))
+_UNSPACED = re.compile("([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff])")
+"""Thai, Lao, Burmese, Khmer, kana and Han have no spaces between words: each of their characters is a word here."""
 _DROPPED = re.compile(rf"(?<!\d)[{_MARKS}]|[{_MARKS}](?!\d)|(?<=[^\W\d_])-|-(?!\s*[$€£¥]?\d)")
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
@@ -22,8 +28,17 @@ def normalized(text: str) -> str:
     What decides a value stays: a mark between two digits (`1.5`, `10:30`), a minus before a number, and signs such as
     `/`, `%`, `$` and `+`. Thousands have no commas, and `.5` is `0.5`.
     """
-    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text.lower().translate(_TYPESET))
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), _plain(text).lower())
     return " ".join(_DROPPED.sub("", _BARE_POINT.sub("0.", text)).split())
+
+
+def _plain(text: str) -> str:
+    """Accents composed, and dashes and full-width characters as ASCII writes them."""
+    return unicodedata.normalize("NFC", text).translate(_TYPESET)
+
+
+def _words(text: str) -> str:
+    return " ".join(_UNSPACED.sub(r" \1 ", text).split())
 
 
 def same_answer(answer: str, expected: str) -> bool:
@@ -34,7 +49,7 @@ def same_answer(answer: str, expected: str) -> bool:
 
 def contains(answer: str, expected: str) -> bool:
     """Whether the expected words stand in the answer, in their order and next to each other."""
-    return f" {normalized(expected)} " in f" {normalized(answer)} "
+    return f" {_words(normalized(expected))} " in f" {_words(normalized(answer))} "
 
 
 def relaxed(answer: str, expected: str) -> bool:
@@ -52,15 +67,21 @@ def yes_or_no(text: str) -> str | None:
 
 
 def letter(text: str) -> str | None:
-    """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets."""
+    """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets.
+
+    In a text of another script it is the only Latin letter, as in `答案是B`.
+    """
+    text = _plain(text)
     if first := _FIRST_LETTER.match(text.strip()):
         return first[1].upper()
+    if not text.isascii() and not _LATIN_WORD.search(text):
+        return _only(set(_LATIN_LETTER.findall(text)))
     return _only(set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text)))
 
 
 def number(text: str) -> Decimal | None:
     """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number."""
-    return _only({_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))})
+    return _only({_value(match) for match in _NUMBER.finditer(_COUNTED.sub(r"\1 ", _words(_plain(text))))})
 
 
 def _only(found: set) -> Any:
@@ -68,7 +89,7 @@ def _only(found: set) -> Any:
 
 
 def _whole_number(text: str) -> Decimal | None:
-    match = _NUMBER.fullmatch(text.translate(_TYPESET).strip().removesuffix("."))
+    match = _NUMBER.fullmatch(_plain(text).strip().removesuffix("."))
     return _value(match) if match else None
 
 
@@ -85,6 +106,9 @@ _DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d+)?")
 _FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")
 _NAMED_LETTER = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*[^\w\s]*([A-Z])(?=[).:,*]|\W*$)")
 _BRACKETED_LETTER = re.compile(r"\(([A-Z])\)")
+_LATIN_LETTER = re.compile("[A-Z]")
+_LATIN_WORD = re.compile("[A-Za-z\u00c0-\u024f]{2}|[a-z]")
+_COUNTED = re.compile("(\\d)(?=[\uac00-\ud7af])")  # Korean counts `3개`
 READERS: dict[str, Callable[[str], object | None]] = {"yes_no": yes_or_no, "choice": letter, "numeric": number}
 COMPARED = {"exact": same_answer, "contains": contains, "relaxed": relaxed}
 KINDS = (*COMPARED, *READERS)
