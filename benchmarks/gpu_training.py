@@ -196,7 +196,7 @@ def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
 
     from benchmarks.scale import CAPS, arguments
     from benchmarks.shapes import PRESETS, STAGES, build_llava
-    from llava.train.memory import estimate_memory, plan_checkpointing
+    from llava.train.memory import estimate_memory
     from llava.train.optim import set_trainable
     from llava.train.zero import fit_zero
 
@@ -209,7 +209,7 @@ def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
         options = arguments(config, 1)
         fit_zero(model, options)  # the buckets' sizes
         estimate = estimate_memory(model, options, CAPS[shapes, stage])
-        if estimate.total(plan_checkpointing(True, estimate, 0)) <= 0.9 * free:
+        if estimate.total(estimate.num_layers) <= 0.9 * free:
             return layers
     raise Failed(f"stage {stage} does not fit into {free / 2**30:.0f} GiB with a single layer")
 

@@ -29,7 +29,7 @@ from benchmarks.shapes import PRESETS, SO400M, STAGES
 from benchmarks.traffic import step_traffic
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
-from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
+from llava.train.memory import estimate_memory
 from llava.train.optim import set_trainable
 from llava.train.telemetry import Work, flop_costs, required_flops
 from llava.train.zero import fit_zero
@@ -104,8 +104,8 @@ def memory_rows(ranks: tuple[int, ...] = (8, 64)) -> Iterator[list[str]]:
                     fit_zero(model, args)
                     estimate = estimate_memory(model, args, CAPS[name, stage])
                     states = (estimate.parameters + estimate.gradients + estimate.optimizer) / GIB
-                    whole = estimate.total(CheckpointPlan()) / GIB
-                    recomputed = estimate.total(plan_checkpointing(True, estimate, 0)) / GIB
+                    whole = estimate.total() / GIB
+                    recomputed = estimate.total(estimate.num_layers) / GIB
                     theirs = deepspeed_estimate(model, 2 if layout == "zero2" else 3, n, layout == "zero3_offload")
                     recipes = (
                         " (the recipe's)" if RUNS[name, stage]["flags"]["deepspeed"].endswith(f"/{layout}.json") else ""

@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -278,6 +279,7 @@ def write_inputs(work: Path) -> None:
 def trained(work: Path, ranks: int) -> float:
     """Median samples per second of the steps after the first two."""
     golden, output = ROOT / "tests/golden/train/inputs", work / f"run{ranks}"
+    shutil.rmtree(output, ignore_errors=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -288,7 +290,6 @@ def trained(work: Path, ranks: int) -> float:
         "per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 1, "max_steps": 10,
         "model_max_length": 512, "logging_steps": 1, "telemetry_steps": 0, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "output_dir": output, "deepspeed": ROOT / "deepspeed_configs/zero2.json",
-        "overwrite_output_dir": True,
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
     command += [ROOT / "llava/train/train_mem.py", *(text for flag in flags.items() for text in flag)]

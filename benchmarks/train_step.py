@@ -33,8 +33,8 @@ from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
-from llava.train.kernels import apply_liger, compile_layers, compile_tower, has_liger
-from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
+from llava.train.kernels import apply_liger, compile_layers, has_liger
+from llava.train.memory import estimate_memory, layers_to_recompute, memory_budget
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
 from llava.utils.commands import Parser, whole
@@ -229,9 +229,9 @@ class Bench:
         if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
             apply_liger(self.model)
         if self.layers == LIGER_AND_COMPILED_TOWER:
-            compile_tower(self.model)
+            compile_layers(self.model.get_model().vision_tower.layers)
         elif self.layers == COMPILED:
-            compile_layers(self.model)
+            compile_layers([*self.model.get_model().layers, *self.model.get_model().vision_tower.layers])
         self.projectors = {arm.norm: projector_for(self.model, arm.norm, device, dtype) for arm in arms}
         set_trainable(self.model, frozenset(STAGES[stage]))
         trained = {p for p in self.model.parameters() if p.requires_grad}
@@ -262,7 +262,7 @@ class Bench:
         # Gradients and AdamW's moments have the weights' precision here.
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         estimate = replace(estimate, optimizer=2 * trained, gradients=trained * (pieces > 1))
-        return estimate.total(plan_checkpointing(self.args.activation_checkpointing, estimate, 0))
+        return estimate.total(layers_to_recompute(self.args.activation_checkpointing, estimate, 0))
 
     def too_large(self, tokens: int, pieces: int = 1) -> str:
         """Why `tokens` positions do not fit; empty if they do."""

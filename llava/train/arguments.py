@@ -28,7 +28,7 @@ WITHOUT_EFFECT = (
     # This tree's; of the data the records' digest decides, not their path.
     "plugin data_path image_folder eval_data_path eval_image_folder on_bad_record data_cache_dir "
     "lazy_preprocess is_multimodal max_nonfinite_steps activation_checkpointing "
-    "gradient_checkpointing hang_timeout cache_dir overwrite_output_dir telemetry_steps peak_tflops profile_steps "
+    "gradient_checkpointing hang_timeout cache_dir telemetry_steps peak_tflops profile_steps "
     "evaluation_strategy "
     # The library's.
     "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
@@ -298,12 +298,6 @@ class TrainingArguments(transformers.TrainingArguments):
         "steps", "When checkpoints are written: every --save_steps, every epoch, or never."
     )
     cache_dir: str | None = flag(None, "Where downloads from the hub are kept.")
-    overwrite_output_dir: bool = flag(
-        False,
-        "Start from scratch if --output_dir holds a finished run or a run with other settings, and remove what that "
-        "run wrote. An unfinished run with these settings is still continued, unless --resume_from_checkpoint is "
-        "False.",
-    )
 
     # --- held-out data and what is logged ---
     eval_generate: int = flag(

@@ -16,7 +16,6 @@ from llava.model.builder import load_language_model, quantization_config, read_c
 from llava.model.context import context_length
 from llava.model.decoding import unused
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import add_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -25,8 +24,8 @@ from llava.train.checks import EVAL_IMAGES, image_store
 from llava.train.heldout import HeldOut, check_metric, eval_data_arguments
 from llava.train.kernels import set_up_kernels
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.memory import set_up_checkpointing, weight_dtypes
-from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
+from llava.train.memory import set_up_checkpointing
+from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_up_parts, tunable_parts, weight_dtypes
 from llava.train.run_record import Settings, run_settings
 from llava.train.zero import fit_zero
 
@@ -56,7 +55,7 @@ def build_model(
 ) -> LlavaMetaForCausalLM:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts, path, lora = tunable_parts(model_args), model_args.model_name_or_path, training_args.lora_enable
-    frozen_dtype, trained_dtype, large_dtype = weight_dtypes(training_args)
+    frozen_dtype, _, large_dtype = weight_dtypes(training_args)
     attention = model_args.attn_implementation
     if training_args.padding_free:
         compiled = training_args.compile_layers is True
@@ -73,20 +72,13 @@ def build_model(
         prepare_quantized(model, frozen_dtype)
     if note := unused(path, model.file_decoding):
         logger.info("%s (recorded in run.json)", note)
-    if model.get_vision_tower() is None and not model_args.vision_tower:
-        raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    tower_dtype = large_dtype if VISION_TOWER in parts else frozen_dtype
-    decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
-    decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
-    decoder.mm_projector.to(trained_dtype)
-    if decoder.image_newline is not None:
-        decoder.image_newline.data = decoder.image_newline.data.to(trained_dtype)
+    if decoder.get_vision_tower() is None and not model_args.vision_tower:
+        raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
+    decoder.initialize_vision_modules(model_args, dtype=large_dtype if VISION_TOWER in parts else frozen_dtype)
     if training_args.deepspeed:
         rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
-    if lora:
-        add_lora(model, training_args.lora_r, training_args.lora_alpha, training_args.lora_dropout, trained_dtype)
-    set_trainable(model, parts)
+    set_up_parts(model, parts, training_args)
     set_up_kernels(model, training_args)
     model.padding_free = training_args.padding_free
     record_choices(model, parts, model_args, data_args, training_args)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
+from accelerate.utils import wait_for_everyone
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -36,22 +36,20 @@ from llava.train.arguments import CHANGEABLE, TrainingArguments
 from llava.train.distributed import on_first
 from llava.train.optim import ADAPTER, part_of
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
-from llava.train.telemetry import LOG_FILE, PROFILE
+from llava.train.telemetry import LOG_FILE
 from llava.utils.digests import bytes_digest
 from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json
 from llava.utils.locks import training_lock
-from llava.utils.provenance import COMPLETE, RUN_FILE, differences
+from llava.utils.provenance import COMPLETE, differences
 
 logger = logging.getLogger(__name__)
 
-OLDER = "manifest.json"  # what commits up to 382b45f wrote in its place
 MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
 FROM_SCRATCH = ("False", "false", False)  # values of --resume_from_checkpoint
-_SMALL = 2**20  # bytes of a file whose content is compared as well
-_OWNER = re.compile(r"(?:zero_pp_rank|rng_state)_(\d+)")  # the rank that wrote a file; other files are rank 0's
-# A full disk, as Python, and then as torch.save, safetensors and DeepSpeed report it.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SMALL = 2**20  # bytes of a file whose content is compared too
+_REST = (16 << 10, 32 << 10)  # bytes of a rank's random states, and of a checkpoint's settings, schedule and log
+# A full disk, as torch.save, safetensors and DeepSpeed report it.
 _WRITE_FAILED = re.compile("PytorchStreamWriter|unexpected pos|No space left|Disk quota")
 
 
@@ -115,25 +113,15 @@ class CheckpointMarker(TrainerCallback):
 
     def __init__(self, args: TrainingArguments, settings: Settings):
         self.limit, self.settings = args.save_total_limit, settings
-        self.step = -1  # of the newest checkpoint
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:  # a signal or --save_steps has saved it already
-            control.should_save = False
 
     def on_save(self, args, state, control, **kwargs):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        wait_for_everyone()  # all ranks' files exist
         if args.should_save:
             write_settings(folder, self.settings)
-        wait_for_everyone()  # all ranks' files exist
-        files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
-        own = [f for f in files if _owner(f) % args.world_size == args.process_index]
-        entries = gather_object([_entries(folder, own)])
-        if args.should_save:
-            write_json(folder / COMPLETE, {"files": {k: v for part in entries for k, v in part.items()}}, synced=True)
+            _mark(folder, (f for f in folder.rglob("*") if f.is_file()))
             sync(folder.parent)
             rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
-        self.step = state.global_step
 
 
 def clear_place(folder: Path, is_main_process: bool) -> None:
@@ -146,20 +134,16 @@ def clear_place(folder: Path, is_main_process: bool) -> None:
 
 def finish_run(output_dir: Path, step: int) -> None:
     """Marks the run as finished after `step` steps; its model is in the folder."""
-    entries = _entries(output_dir, [output_dir / "config.json", *_model_files(output_dir)])
-    write_json(output_dir / COMPLETE, {"files": entries, "step": step}, synced=True)
+    _mark(output_dir, [output_dir / "config.json", *_model_files(output_dir)], step=step)
 
 
-def _owner(file: Path) -> int:
-    match = _OWNER.search(file.name)
-    return int(match[1]) if match else 0
-
-
-def _entries(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """What the marker says of files, which afterwards are on the disk itself."""
-    for file in files:
+def _mark(folder: Path, files: Iterable[Path], **more: int) -> None:
+    """Brings the files to the disk itself, and then writes the marker that lists them."""
+    entries = {}
+    for file in sorted(files):
         sync(file)
-    return {str(file.relative_to(folder)): _entry(file) for file in files}
+        entries[str(file.relative_to(folder))] = _entry(file)
+    write_json(folder / COMPLETE, {"files": entries} | more, synced=True)
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -167,34 +151,24 @@ def _entry(file: Path) -> dict[str, Any]:
     return {"size": size, "sha256": bytes_digest(file)} if size <= _SMALL else {"size": size}
 
 
+def _marker(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / COMPLETE).read_text())
+    return {}
+
+
 def folder_faults(folder: Path) -> list[str]:
     """The differences between a checkpoint or final folder and its marker; the whole content of small files counts."""
-    try:
-        files = json.loads((folder / COMPLETE).read_text())["files"]
-    except (OSError, ValueError, KeyError):
+    if (files := _marker(folder).get("files")) is None:
         return [f"no readable {COMPLETE}, which is written last"]
-    faults = []
-    for name, expected in files.items():
-        if not (folder / name).is_file():
-            faults.append(f"{name}: missing")
-        elif (size := (folder / name).stat().st_size) != expected["size"]:
-            faults.append(f"{name}: {size} bytes, {expected['size']} were written")
-        elif _entry(folder / name) != expected:
-            faults.append(f"{name}: its content is not what was written (SHA-256 differs)")
-    return faults
+    present = {name: _entry(folder / name) if (folder / name).is_file() else "missing" for name in files}
+    return [f"{name}: {entry}, written as {files[name]}" for name, entry in present.items() if entry != files[name]]
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The folders `checkpoint-N`, newest first."""
     numbered = [f for f in output_dir.glob("checkpoint-*") if f.name.rpartition("-")[2].isdecimal()]
     return sorted(numbered, key=lambda f: int(f.name.rpartition("-")[2]), reverse=True)
-
-
-def finished_step(output_dir: Path) -> int | None:
-    """The step after which the run in the folder was finished, or None."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return json.loads((output_dir / COMPLETE).read_text())["step"]
-    return None
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -207,15 +181,15 @@ def named_save_errors(output_dir: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if getattr(error, "errno", None) not in _FULL and not _WRITE_FAILED.search(str(error)):
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not _WRITE_FAILED.search(str(error)):
             raise
-        folders = checkpoints(output_dir)
-        target = next((f for f in folders if not (f / COMPLETE).is_file()), output_dir)
-        newest = next((f for f in folders if (f / COMPLETE).is_file()), None)
-        left = f"{newest} is complete and untouched" if newest else "No earlier checkpoint exists"
+        marked = {folder: (folder / COMPLETE).is_file() for folder in checkpoints(output_dir)}  # newest first
+        newest = next((folder for folder, complete in marked.items() if complete), None)
         raise SaveError(
-            f"{target} could not be written: {error} ({free_gib(output_dir):.2f} GiB are free there). {left}. Make "
-            "room and rerun the same command to resume"
+            f"{next((folder for folder, complete in marked.items() if not complete), output_dir)} could not be "
+            f"written: {error} ({free_gib(output_dir):.2f} GiB are free there). "
+            f"{f'{newest} is complete and untouched' if newest else 'No earlier checkpoint exists'}. Make room and "
+            "rerun the same command to resume"
         ) from error
 
 
@@ -234,15 +208,17 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
-    """Bytes of a `checkpoint-N`: weights, moments, fp32 masters, and DeepSpeed's own copy of the weights."""
+    """Bytes of a `checkpoint-N`: weights, moments, fp32 masters, DeepSpeed's own copy of the weights, and the rest."""
     trained = [(full_shape(p).numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
     elements, weights = sum(n for n, _ in trained), sum(n * size for n, size in trained)
     whole = weights if trains_adapter_only(model) or has_lora(model) else model_bytes(model)
     moments = (2 if "8bit" in str(args.optim) else 8) * elements
+    of_a_rank, others = _REST
+    total = whole + moments + of_a_rank * args.world_size + others
     if not args.deepspeed:
-        return whole + moments + 4 * sum(n for n, size in trained if size < 4)
+        return total + 4 * sum(n for n, size in trained if size < 4)
     copy = model_bytes(model) - (weights if args.hf_deepspeed_config.is_zero3() else 0)  # ZeRO-3: of what is frozen
-    return whole + copy + moments + 4 * elements
+    return total + copy + 4 * elements
 
 
 def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> None:
@@ -256,13 +232,15 @@ def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> Non
     saves = 0 if strategy.value == "no" else max(1, int(max_steps // max(1, every)))
     limit = max(args.save_total_limit or saves, 2 if args.metric_for_best_model else 1)  # the newest and the best
     needed = (min(saves, limit + 1) * each + model_bytes(model)) / 2**30
-    present = sum(f.stat().st_size for f in output_dir.rglob("*") if f.is_file()) / 2**30
-    free, present = broadcast_object_list([(free_gib(output_dir), present)])[0]
-    if needed > free + present:
+
+    def free() -> float:  # what an earlier part of the run has written counts
+        return free_gib(output_dir) + sum(f.stat().st_size for f in output_dir.rglob("*") if f.is_file()) / 2**30
+
+    if needed > (room := on_first(free)):
         raise SaveError(
             f"--output_dir {output_dir}: the run will write about {needed:.2f} GiB ({each / 2**30:.2f} per checkpoint)"
-            f", and {free:.2f} are free; make room, lower --save_total_limit (one more is kept while a new one is "
-            "written), or choose another disk"
+            f", and there is room for {room:.2f}; make room, lower --save_total_limit (one more is kept while a new "
+            "one is written), or choose another disk"
         )
 
 
@@ -275,7 +253,6 @@ class Start(NamedTuple):
     checkpoint: str | None = None
     ranks: int = 0  # that wrote the checkpoint
     finished: int | None = None  # the step after which this same run was finished
-    replaces: bool = False  # whether what an earlier run wrote is removed
 
 
 @contextlib.contextmanager
@@ -293,6 +270,8 @@ def held_folder(args: TrainingArguments) -> Iterator[None]:
 def choose_start(args: TrainingArguments, settings: Settings) -> Start:
     """The start that `--output_dir` and the flags ask for, decided before anything is built. Every rank must call.
 
+    Only what this same run wrote is ever replaced.
+
     Raises:
         ResumeError: the folder holds another run, or one that cannot be continued.
         FileNotFoundError: the requested checkpoint does not exist or is damaged.
@@ -301,63 +280,35 @@ def choose_start(args: TrainingArguments, settings: Settings) -> Start:
 
 
 def _start(args: TrainingArguments, settings: Settings) -> Start:
-    requested, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
-    if overwrites and requested not in (None, *FROM_SCRATCH):
-        raise ResumeError(
-            f"--overwrite_output_dir True starts from scratch and --resume_from_checkpoint {requested} resumes; pass "
-            "one of them"
-        )
-    try:
-        start = _without_loss(args, settings)
-    except ResumeError:
-        if not overwrites:
-            raise
-        start = Start(replaces=True)
-    if start.finished is not None and overwrites:
-        start = Start(replaces=True)
-    if start.finished is None:
-        shutil.rmtree(Path(args.output_dir, FOLDER), ignore_errors=True)  # reports of an earlier start
-    return start
-
-
-def _without_loss(args: TrainingArguments, settings: Settings) -> Start:
-    """A start that replaces only what this same run wrote; raises ResumeError if there is none."""
     folder, left = Path(args.output_dir), what_is_there(Path(args.output_dir))
-    if args.resume_from_checkpoint in FROM_SCRATCH:
-        if left:
-            raise ResumeError(
-                f"--resume_from_checkpoint False starts from scratch, and {folder} holds {left} of an earlier run; "
-                "remove it by --overwrite_output_dir True, or choose another --output_dir"
-            )
-        return Start()
-    unmarked = [f for f in (folder, *checkpoints(folder)) if not (f / COMPLETE).is_file()]
-    if older := next((f for f in unmarked if (f / OLDER).is_file()), None):
+    scratch = args.resume_from_checkpoint in FROM_SCRATCH
+    if scratch and left:
         raise ResumeError(
-            f"{older} was written by an earlier version of this code ({OLDER} in place of {COMPLETE}): a "
-            "finished model there can be used, but no training resumes; finish it with the version that wrote it, take "
-            "another --output_dir, or remove it by --overwrite_output_dir True"
+            f"--resume_from_checkpoint False starts from scratch, and {folder} holds {left} of an earlier run; remove "
+            "the folder, or choose another --output_dir"
         )
-    if (step := finished_step(folder)) is not None:
+    if (step := _marker(folder).get("step")) is not None:
         check_settings(folder, settings)
         if not (faults := folder_faults(folder)):
             return Start(finished=step)
         logger.warning("%s was finished and is damaged: %s", folder, "; ".join(faults[:3]))
-    checkpoint = find_checkpoint(args)
+    checkpoint = None if scratch else find_checkpoint(args)
     if left and (checkpoint is None or checkpoint.resolve().parent != folder.resolve()):
         check_settings(folder, settings)
-    if checkpoint is not None:
-        ranks = check_settings(checkpoint, settings)["world_size"]
-        best = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["best_global_step"]
-        if best and not (folder / f"checkpoint-{best}" / COMPLETE).is_file():
-            raise ResumeError(
-                f"{checkpoint}: {folder / f'checkpoint-{best}'} had the best --metric_for_best_model so far and is "
-                "missing; put it back, or start from scratch with --resume_from_checkpoint False"
-            )
-        logger.info("resuming from %s", checkpoint)
-        return Start(str(checkpoint), int(ranks or 1))
-    if left:
-        logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
-    return Start()
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # reports of an earlier start
+    if checkpoint is None:
+        if left:
+            logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
+        return Start()
+    ranks = check_settings(checkpoint, settings)["world_size"]
+    best = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["best_global_step"]
+    if best and not (folder / f"checkpoint-{best}" / COMPLETE).is_file():
+        raise ResumeError(
+            f"{checkpoint}: {folder / f'checkpoint-{best}'} had the best --metric_for_best_model so far and is "
+            f"missing; put it back, or remove {folder} and start from scratch"
+        )
+    logger.info("resuming from %s", checkpoint)
+    return Start(str(checkpoint), int(ranks or 1))
 
 
 def find_checkpoint(args: TrainingArguments) -> Path | None:
@@ -391,7 +342,7 @@ def check_settings(folder: Path, settings: Settings) -> Settings:
     except OSError:
         raise ResumeError(
             f"{folder} holds {what_is_there(folder)}, but no {SETTINGS_FILE} that says with which settings they were "
-            "made; choose another --output_dir, or remove them with --overwrite_output_dir True"
+            "made; choose another --output_dir, or remove the folder"
         ) from None
     different = differences(saved, settings)
     side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"
@@ -399,8 +350,8 @@ def check_settings(folder: Path, settings: Settings) -> Settings:
     if refused := [name for name in different if name not in CHANGEABLE.split()]:
         raise ResumeError(
             f"{folder} was written by a run with other settings:\n  " + "\n  ".join(lines.values()) + "\n"
-            f"{', '.join(refused)} would make it another run: set them back, take another --output_dir, or replace "
-            "that run by --overwrite_output_dir True"
+            f"{', '.join(refused)} would make it another run: set them back, take another --output_dir, or remove that "
+            "run's folder"
         )
     for line in lines.values():
         logger.warning("changed within the run: %s", line)
@@ -411,29 +362,22 @@ def what_is_there(folder: Path) -> str:
     """What a folder holds that a new run would replace, in words; empty if nothing would be lost."""
     log = folder / LOG_FILE
     lines = len(log.read_text().splitlines()) if log.is_file() else 0
-    whole = [f.name for f in checkpoints(folder) if (f / COMPLETE).is_file() or (f / OLDER).is_file()]
+    whole = [f.name for f in checkpoints(folder) if (f / COMPLETE).is_file()]
     return ", ".join([*whole, *[f"a log of {lines} lines"] * bool(lines), *(f.name for f in _model_files(folder))])
 
 
-def begin_run(args: TrainingArguments, start: Start, settings: Settings) -> None:
+def begin_run(args: TrainingArguments, settings: Settings) -> None:
     """Makes the output folder this run's own. Every rank must call, after all checks."""
     wait_for_everyone()  # every rank has read what is there
     if args.process_index != 0:
         return
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    removed = [f for f in checkpoints(folder) if not (f / COMPLETE).is_file()]
-    if start.replaces:
-        logger.warning("--overwrite_output_dir True: removing %s from %s", what_is_there(folder) or "nothing", folder)
-        removed = [folder / PROFILE, *checkpoints(folder), *_model_files(folder)]
-        removed += [folder / name for name in (SETTINGS_FILE, LOG_FILE, RUN_FILE, TRAINER_STATE_NAME)]
-    elif removed:
-        logger.warning("%s: removing what an interrupted run left half written", removed[0])
-    for path in [folder / COMPLETE, folder / OLDER, *removed]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    (folder / COMPLETE).unlink(missing_ok=True)
+    for checkpoint in checkpoints(folder):
+        if not (checkpoint / COMPLETE).is_file():
+            logger.warning("%s: removing what an interrupted run left half written", checkpoint)
+            shutil.rmtree(checkpoint)
     write_settings(folder, settings)
 
 
@@ -452,11 +396,6 @@ def use_converted_states(start: Start, args: TrainingArguments) -> bool:
             f"{folder} was written by {start.ranks} ranks, and now there are {args.world_size}; convert DeepSpeed's "
             f"states by python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {states} "
             f"--output_folder {states}_universal (it takes the same room on the disk again), and rerun the command"
-        )
-    if args.load_best_model_at_end:
-        raise ResumeError(
-            "--load_best_model_at_end True: not in a DeepSpeed run that resumes on another number of ranks; leave the "
-            "flag out and take the best checkpoint's folder"
         )
     config = args.hf_deepspeed_config.config
     config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}

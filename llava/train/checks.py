@@ -15,11 +15,10 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from llava.anyres import check_modes
 from llava.conversation import get_template
-from llava.data.checks import starts_from
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records, write_quarantine
-from llava.data.records import DEFAULT_SEED, RecordTable, load_records
+from llava.data.records import RecordTable, load_records
 from llava.data.table import source_lines
 from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -32,30 +31,27 @@ logger = logging.getLogger(__name__)
 
 QUARANTINE, EVAL_QUARANTINE = "quarantine.jsonl", "quarantine_eval.jsonl"
 EVAL_IMAGES = "--eval_image_folder"
+# Flags that the preflight takes too.
+_PREFLIGHT = ("data_path", "image_folder", "data_cache_dir", "label_masking", "image_orientation")
 
 
 def check_flags(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Raises ValueError or FileNotFoundError if a flag is wrong; the message names the flag and says what to do."""
+    """Raises ValueError or ImportError if a flag is wrong; the message names the flag and says what to do."""
     get_template(model_args.version)
-    parts = tunable_parts(model_args)
     check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
-    check_lora(training_args, parts)
+    check_lora(training_args, tunable_parts(model_args))
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass .json, .jsonl or .parquet files, or a .yaml that mixes them")
-    if data_args.image_folder and not Path(data_args.image_folder).exists():
-        folder = data_args.image_folder
-        raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     check_eval_flags(data_args, training_args)
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no current recipe adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
-    check_overwriting(model_args, training_args)
     for name in training_args.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
             raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
-        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists flyte
+        if name not in get_available_reporting_integrations():
             raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
     check_kernels(training_args)
     check_zero(training_args)
@@ -119,18 +115,6 @@ def check_lora(args: TrainingArguments, parts: frozenset[str]) -> None:
             )
 
 
-def check_overwriting(model_args: ModelArguments, training_args: TrainingArguments) -> None:
-    """The part of `check_flags` about `--overwrite_output_dir`: it must not remove what the run starts from."""
-    folder = Path(training_args.output_dir).resolve()
-    for flag in ("model_name_or_path", "vision_tower", "pretrain_mm_mlp_adapter"):
-        value = getattr(model_args, flag)
-        if training_args.overwrite_output_dir and value and Path(value).resolve().is_relative_to(folder):
-            raise ValueError(
-                f"--overwrite_output_dir True would remove --{flag} {value}, which is in --output_dir "
-                f"{training_args.output_dir}; choose another --output_dir"
-            )
-
-
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +125,7 @@ def image_store(data_args: DataArguments, records: RecordTable, setting: str = "
 
 
 def checked_records(
-    model_args: ModelArguments,
+    version: str,
     data_args: DataArguments,
     training_args: TrainingArguments,
     data_from: str = "--data_path",
@@ -150,7 +134,8 @@ def checked_records(
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
     Args:
-        model_args, data_args, training_args: the flags.
+        version: the template's name.
+        data_args, training_args: the flags.
         data_from: the flag that gave the records, as messages name it.
         images_from: the `setting` of `image_store`.
 
@@ -158,12 +143,15 @@ def checked_records(
         ValueError: records have faults and are not to be skipped, or ranks read different data.
         OSError: see `load_records` and `preflight`.
     """
-    is_first = training_args.process_index == 0
     seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+    options = {name: getattr(data_args, name) for name in _PREFLIGHT} | {"version": version, "seed": seed}
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    command = shlex.join(["python", "-m", "llava.data.preflight", *words])
     with named_by(data_from):
+        is_first = training_args.process_index == 0
         table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, is_first, seed)
-    rules = Rules(get_template(model_args.version), data_args.label_masking)
-    started, command = time.time(), _preflight_command(model_args, data_args, seed)
+    rules = Rules(get_template(version), data_args.label_masking)
+    started = time.time()
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules)
     if manifest.checked < started:
         logger.info("the data was checked at %s; remove %s to check it again", manifest.when(), path)
@@ -183,18 +171,18 @@ def checked_records(
 
 
 def checked_eval_records(
-    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments, records: RecordTable
+    version: str, data_args: DataArguments, training_args: TrainingArguments, records: RecordTable
 ) -> tuple[RecordTable | None, Callable[[Path], None] | None]:
     """As `checked_records`, for the held-out records; None and None if none are named.
 
     Args:
-        model_args, data_args, training_args: the flags.
+        version: the template's name.
+        data_args, training_args: the flags.
         records: the records that are trained on.
     """
     if not data_args.eval_data_path:
         return None, None
-    arguments = eval_data_arguments(data_args)
-    checked = checked_records(model_args, arguments, training_args, "--eval_data_path", EVAL_IMAGES)
+    checked = checked_records(version, eval_data_arguments(data_args), training_args, "--eval_data_path", EVAL_IMAGES)
     own, trained = checked[0].places(), records.places()
     shared = {file: len(np.intersect1d(own[file], trained[file])) for file in sorted(own.keys() & trained.keys())}
     if total := sum(shared.values()):
@@ -212,12 +200,3 @@ def report_left_out(records: RecordTable | None, output_dir: str, file: str = QU
         logger.warning(
             "%d records were left out; they and their faults are in %s", records.left_out, Path(output_dir, file)
         )
-
-
-def _preflight_command(model_args: ModelArguments, data_args: DataArguments, seed: int) -> str:
-    options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
-    options |= {"version": model_args.version, "label_masking": data_args.label_masking}
-    options |= {} if seed == DEFAULT_SEED else {"seed": seed}
-    options |= {} if data_args.image_orientation == "stored" else {"image_orientation": data_args.image_orientation}
-    words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "llava.data.preflight", *words])

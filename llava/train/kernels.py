@@ -50,10 +50,9 @@ def has_liger() -> bool:
         return False
 
 
-def liger_runs(model: LlavaMetaForCausalLM | None = None) -> bool:
-    """Whether Liger's kernels run on this machine, and for the family of `model`."""
-    runs = torch.cuda.is_available() and not torch.version.hip and has_liger() and has_compiler()
-    return runs and (model is None or _liger_function(model) is not None)
+def liger_runs() -> bool:
+    """Whether Liger's kernels run on this machine."""
+    return torch.cuda.is_available() and not torch.version.hip and has_liger() and has_compiler()
 
 
 def check_kernels(args: Any) -> None:
@@ -75,22 +74,21 @@ def check_kernels(args: Any) -> None:
         )
 
 
-def decide_compilation(args: Any) -> None:
-    """Replaces `--compile_layers auto` by what it means here, the tower's layers or none, so that a run records it."""
-    if args.compile_layers == "auto":
-        compiles = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
-        args.compile_layers = "tower" if compiles and not is_deepspeed_zero3_enabled() else False
+def decide_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
+    """Replaces `--use_liger_kernel auto` by whether the kernels run here, for the family of `model`."""
+    if args.use_liger_kernel == "auto":
+        args.use_liger_kernel = args.compile_layers is not True and liger_runs() and _liger_function(model) is not None
 
 
 def set_up_kernels(model: LlavaMetaForCausalLM, args: Any) -> None:
     """Compiles layers and applies Liger's kernels as the flags say, and replaces `auto` by the decision."""
-    decide_compilation(args)
-    if args.compile_layers == "tower":
-        compile_tower(model)
-    elif args.compile_layers:
-        compile_layers(model)
-    if args.use_liger_kernel == "auto":
-        args.use_liger_kernel = args.compile_layers is not True and liger_runs(model)
+    if args.compile_layers == "auto":
+        compiles = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
+        args.compile_layers = "tower" if compiles and not is_deepspeed_zero3_enabled() else False
+    if args.compile_layers:
+        decoder = model.get_model()
+        compile_layers([*decoder.vision_tower.layers, *(() if args.compile_layers == "tower" else decoder.layers)])
+    decide_liger(model, args)
     if args.use_liger_kernel:
         refuse_shared_variable("TRITON_CACHE_DIR")
         logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)  # it warns of kernels for other devices
@@ -120,38 +118,20 @@ def apply_liger(model: LlavaMetaForCausalLM) -> None:
         name = decoder_of(model.config).config.model_type
         raise ValueError(f"--use_liger_kernel: Liger has no kernels for {name} decoders; leave the flag out")
     gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
-    # Liger can only rotate whole heads.
-    rope = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1
-    apply(
-        rope=rope,
-        rms_norm=True,
-        **{gated_mlp: True},
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,  # would replace the forward pass
-        model=model.get_model(),
-    )
-    used = ["RMSNorm", {"geglu": "GeGLU", "swiglu": "SwiGLU"}[gated_mlp], *["rotary embedding"] * rope]
-    logger.info("Liger's kernels: %s of %d layers", ", ".join(used), model.config.num_hidden_layers)
+    whole_heads = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1  # Liger can rotate no others
+    options = {"rope": whole_heads, "rms_norm": True, gated_mlp: True, "cross_entropy": False}
+    apply(**options, fused_linear_cross_entropy=False, model=model.get_model())  # fused, it would replace `forward`
+    logger.info("Liger's kernels: %s", ", ".join(name for name, used in options.items() if used))
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
-    """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
+def compile_layers(layers: Iterable[Any], backend: str = "inductor") -> None:
+    """Replaces the forward pass of layers by a compiled one, which every kind of layer has in common.
 
     Recomputation of activations stays outside the compiled code, so that every variant of it works.
     """
-    decoder = model.get_model()
-    _compile((*decoder.layers, *decoder.vision_tower.layers), backend)
-
-
-def compile_tower(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
-    """As `compile_layers`, for the tower's layers alone."""
-    _compile(model.get_model().vision_tower.layers, backend)
-
-
-def _compile(layers: Iterable[Any], backend: str) -> None:
     refuse_shared_variable("TORCHINDUCTOR_CACHE_DIR")
     refuse_shared_variable("TRITON_CACHE_DIR")
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT

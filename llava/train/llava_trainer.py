@@ -463,6 +463,6 @@ class LLaVATrainer(Trainer):
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one
             raise ResumeError(
                 f"{resume_from_checkpoint} holds no optimizer state (--save_only_model True), so the run cannot "
-                "resume from it; start from scratch in another --output_dir or with --overwrite_output_dir True"
+                "resume from it; remove the folder to start from scratch, or take another --output_dir"
             )
         load_weights(Path(resume_from_checkpoint), self.model)

@@ -1,11 +1,10 @@
-"""Device memory of a run by estimate: which layers recompute their activations, and what `auto` stands for.
+"""Device memory of a run by estimate: which layers recompute their activations, and what `--deepspeed auto` stands for.
 
 The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data.
-Attention has no matrix of all pairs of tokens unless the backend is `eager`, or `sdpa` over packed samples.
 
 `--deepspeed auto` takes the first that fits: whole weights on every device, in ZeRO-2, or without DeepSpeed on a single
-one; ZeRO-3, or recomputation on a single device; offload. ZeRO-2 sends no more bytes than ZeRO-3 in any of the recipes
-(docs/clusters.md). The choice is made before the model is loaded, since ZeRO-3 partitions it while it loads.
+one; ZeRO-3, or recomputation on a single device; offload. The choice is made before the model is loaded, since ZeRO-3
+partitions it while it loads.
 
 Shapes: T tokens of the largest micro-batch, V visual tokens per image.
 """
@@ -15,6 +14,7 @@ import json
 import logging
 import math
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,25 +25,30 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from llava.model.attention import SEGMENTS, VARLEN, packed_attention
+from llava.model.attention import SEGMENTS, packed_attention
 from llava.model.builder import class_of, read_config
 from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
-from llava.model.lora import add_lora, is_adapter
+from llava.model.lora import is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.builder import read_vision_config
 from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
-from llava.train.kernels import has_compiler, liger_runs
-from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, is_trained, keeps_masters, set_trainable, tunable_parts
+from llava.train.kernels import decide_liger
+from llava.train.optim import LANGUAGE_MODEL, is_trained, set_up_parts, tunable_parts, weight_dtypes
 from llava.train.zero import fill_bucket_sizes
 from llava.utils.paths import shipped
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
+ZERO_2, ZERO_3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
+OFFLOAD = "deepspeed_configs/zero3_offload.json"
+MOST_TOKENS = 16384  # of a micro-batch that is chosen: beyond it a GPU's products become no faster
+_STEP = 512
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _USABLE = 0.9  # share of the free memory; the rest goes to fragmentation and communication buffers
 _ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default for stage3_max_live_parameters
-_ZERO3_SUB_GROUP = 10**9  # and for sub_group_size
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,6 @@ class MemoryEstimate:
     parameters: int
     gradients: int
     optimizer: int
-    step: int  # copies of gradients in fp32, which exist while the optimizer steps, when there are no activations
     embeddings: int  # spliced inputs, projector, final norm
     loss_head: int
     num_layers: int
@@ -63,26 +67,17 @@ class MemoryEstimate:
     tower_layer: int
     tower_layer_input: int
 
-    def activations(self, checkpointed: int) -> int:
-        """Bytes of the decoder's activations when its first `checkpointed` layers recompute."""
-        return checkpointed * self.layer_input + (self.num_layers - checkpointed) * self.layer
+    def activations(self, recomputed: int) -> int:
+        """Bytes of the decoder's activations when its first `recomputed` layers recompute."""
+        return recomputed * self.layer_input + (self.num_layers - recomputed) * self.layer
 
-    def tower(self, checkpointed: bool) -> int:
-        return self.tower_layers * (self.tower_layer_input if checkpointed else self.tower_layer)
-
-    def total(self, plan: "CheckpointPlan") -> int:
+    def total(self, recomputed: int = 0) -> int:
+        """Bytes when the first `recomputed` decoder layers recompute, and with all of them the tower's."""
         fixed = self.parameters + self.gradients + self.optimizer + self.embeddings
         # The loss head is done when the first layer's backward pass begins.
         working = max(self.loss_head, self.layer, self.tower_layer if self.tower_layers else 0)
-        return fixed + max(self.step, working + self.activations(plan.decoder_layers) + self.tower(plan.tower))
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """Which layers recompute their activations: the first `decoder_layers`, and all of the tower's or none."""
-
-    decoder_layers: int = 0
-    tower: bool = False
+        tower = self.tower_layers * (self.tower_layer_input if recomputed == self.num_layers else self.tower_layer)
+        return fixed + working + self.activations(recomputed) + tower
 
 
 def estimate_memory(
@@ -97,49 +92,42 @@ def estimate_memory(
         crops_per_token: the most crops per token of any sample; None if every picture has one crop.
     """
     decoder, tower = model.get_model(), model.get_model().vision_tower
-    config = decoder.config
-    residual = decoder.embed_tokens.weight.element_size()
-    matmul = 2 if args.bf16 or args.fp16 else residual
-    # The most squares that the tower can see in a micro-batch.
+    width, residual = decoder.config.hidden_size, decoder.embed_tokens.weight.element_size()
+    matmul = 2 if args.bf16 or args.fp16 else residual  # bytes per element of the operands of matrix products
     visual = model.crop_rules().tokens_per_crop
     images = max(1, tokens // visual if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
-    tower_trained = is_trained(tower)
-    parameters, gradients, optimizer, step = _state_bytes(model, args)
-    width = config.hidden_size
+    parameters, gradients, optimizer = _state_bytes(model, args)
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        step=step,
         embeddings=tokens * width * (4 + 4 * residual)
         + images * matmul * (tower.num_tokens * tower.hidden_size + 3 * visual * width),
         loss_head=_loss_head_bytes(model.lm_head, tokens, matmul, args.device),
         num_layers=len(decoder.layers),
-        layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
+        layer=tokens * _decoder_layer_bytes(model, tokens, residual, matmul, args),
         layer_input=tokens * width * residual,
-        tower_layers=tower.num_layers_used if tower_trained else 0,
+        tower_layers=tower.num_layers_used if is_trained(tower) else 0,
         tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
 
 
-def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int, int]:
-    """Bytes of parameters, gradients, optimizer states, and of the copies of gradients that its step makes.
+def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states, without what DeepSpeed keeps in CPU memory.
 
-    What DeepSpeed keeps in CPU memory is not counted.
+    The copies of gradients that a step makes are not counted: by then the activations, which take more, are gone.
     """
-    parameters = list(model.parameters())
-    stored = sum(full_shape(p).numel() * p.element_size() for p in parameters)
-    trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
-    trained_bytes = sum(full_shape(p).numel() * p.element_size() for p in parameters if p.requires_grad)
-    per_element = 2 if "8bit" in str(args.optim) else 8  # two moments in one byte each or in fp32
+    sizes = [(full_shape(p).numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
+    stored = sum(count * size for count, size, _ in sizes)
+    trained = sum(count for count, _, is_learned in sizes if is_learned)
+    moments = 2 if "8bit" in str(args.optim) else 8  # per element: two, in one byte each or in fp32
     if not args.deepspeed:
-        in_fp32 = sum(p.numel() for p in parameters if p.requires_grad and p.dtype == torch.float32)
+        in_fp32 = sum(count for count, size, is_learned in sizes if is_learned and size == 4)
         copies = 2 * in_fp32 if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
-        masters = 4 * (trained - in_fp32)
         buckets = 2 if args.world_size > 1 else 1  # DDP reduces copies
-        return stored + copies, buckets * 4 * trained, per_element * trained + masters, 0
+        return stored + copies, buckets * 4 * trained, moments * trained + 4 * (trained - in_fp32)
     config = args.hf_deepspeed_config.config
     zero = config.get("zero_optimization", {})
     stage, ranks = zero.get("stage", 0), args.world_size
@@ -148,84 +136,70 @@ def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, i
     )
     if stage == 3:
         # A rank that is alone takes the weights where they are stored (DeepSpeed 0.19.8, `NoGatherHandle`).
-        gathered = min(stored, _ZERO3_LIVE_PARAMETERS * 2) if ranks > 1 or offload_parameters else 0
+        gathered = min(stored, 2 * _ZERO3_LIVE_PARAMETERS) if ranks > 1 or offload_parameters else 0
         stored = gathered + (0 if offload_parameters else stored // ranks)
-    kept_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    gradients = (4 * trained if kept_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
+    trained_bytes = sum(count * size for count, size, is_learned in sizes if is_learned)
+    adds_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    gradients = (4 * trained if adds_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
     bucket = zero.get("reduce_bucket_size", 0)  # there are two: one is filled while the other is sent
     buckets = int(2 * bucket * trained_bytes / trained) if isinstance(bucket, int | float) else 0
-    updated = trained // (ranks if stage >= 1 else 1)
-    states = (4 + per_element) * updated  # fp32 weights, moments
-    # DeepSpeed 0.19.8: ZeRO-2 steps on gradients kept in fp32 as they are; all else copies them, ZeRO-3 part by part.
-    copied = min(updated, int(zero.get("sub_group_size", _ZERO3_SUB_GROUP))) if stage == 3 else updated
-    step = 0 if stage == 2 and kept_in_fp32 else 4 * copied
     if offload_optimizer:
-        states = step = 0
-        gradients = 0 if stage >= 2 else gradients
-    return stored, gradients + buckets, states, step
+        return stored, buckets + (0 if stage >= 2 else gradients), 0
+    updated = trained // (ranks if stage >= 1 else 1)
+    return stored, gradients + buckets, (4 + moments) * updated  # fp32 weights and moments
 
 
-def _decoder_layer_bytes(
-    model: LlavaMetaForCausalLM, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool
-) -> int:
-    """Bytes that autograd keeps for one layer: norms, inputs of trained linear layers, attention, MLP.
+def _decoder_layer_bytes(model: LlavaMetaForCausalLM, tokens: int, residual: int, matmul: int, args: Any) -> int:
+    """Bytes per token that autograd keeps for one layer.
 
     Args:
         residual, matmul: bytes per element of the residual stream, and of the operands of matrix products.
-        fused: whether Liger's kernels run, which keep less.
+        args: the device, and whether Liger's kernels run, which keep less.
     """
-    config = model.config
+    config, layer = model.config, model.get_model().layers[0]
+    backend, fused = config._attn_implementation, args.use_liger_kernel
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    layer = model.get_model().layers[0]
-    linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and not is_adapter(f".{name}")}
-    fed = sum(m.in_features for m in linears.values())
-    norms = {name: module for name, module in layer.named_modules() if name.endswith("norm")}
-    trained = any(norm.weight.requires_grad for norm in norms.values())
-    backend = config._attn_implementation
     if backend in ("eager", "sdpa"):
         keys = queries  # repeated for the heads that share them
-
+    linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and not is_adapter(f".{name}")}
+    fed = sum(m.in_features for m in linears.values())
+    gated = sum(m.out_features for name, m in linears.items() if name.startswith("mlp.")) > width + mlp
+    norms = {name: module for name, module in layer.named_modules() if name.endswith("norm")}
+    trained = any(norm.weight.requires_grad for norm in norms.values())
     of_heads = {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
-    norm = sum(
+
+    kept = sum(
         of_heads.get(name, width)
         # RMSNorm in PyTorch computes in fp32, and keeps what it multiplies with a trained weight.
-        * (residual if fused or isinstance(module, nn.LayerNorm) else 4 + residual * trained)
-        for name, module in norms.items()
+        * (residual if fused or isinstance(norm, nn.LayerNorm) else 4 + residual * trained)
+        for name, norm in norms.items()
     )
-    attention = matmul * 2 * (queries + keys)
-    if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps all beside the rotated ones
-        attention += matmul * (queries + keys)
-    in_mlp = sum(m.in_features * m.out_features for name, m in linears.items() if name.startswith("mlp."))
-    if in_mlp > 2 * width * mlp:  # gate, its activation, and what the gate multiplies; Liger recomputes the activation
-        mlp_kept = matmul * mlp * (2 if fused else 3)
-    else:
-        mlp_kept = matmul * mlp
-    if any(is_adapter(name) for name, _ in layer.named_parameters()):
-        inputs = fed * _dropout_bytes(layer, matmul, device)
+    # Values in one product with the others are a view of all three, which keeps all beside the rotated ones.
+    kept += matmul * (queries + keys) * (3 if hasattr(layer.self_attn, "qkv_proj") else 2)
+    # Gate, its activation, and what the gate multiplies; Liger recomputes the activation.
+    kept += matmul * mlp * ((2 if fused else 3) if gated else 1)
+    if any(
+        is_adapter(name) for name, _ in layer.named_parameters()
+    ):  # each adapter has its own dropout: the dropped-out value and a mask
+        dropped = max(matmul, next((p.element_size() for p in layer.parameters() if p.requires_grad), 0))
+        kept += fed * (dropped + (1 if args.device.type == "cuda" else dropped))
     elif trained:
         # Products after a norm share its output; autocast makes a copy for each.
         normed_inputs = 2 * width if matmul == residual else fed - queries - mlp
-        inputs = matmul * (normed_inputs + mlp + (queries if backend == SEGMENTS else 0))
-    else:
-        inputs = 0
-    pairs = tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0)) if backend == "eager" else 0
+        kept += matmul * (normed_inputs + mlp + (queries if backend == SEGMENTS else 0))
     if backend == "sdpa" and model.padding_free:  # a copy of the mask in the queries' precision
-        pairs = tokens * matmul
-    return tokens * (norm + attention + mlp_kept + inputs + pairs)
-
-
-def _dropout_bytes(layer: nn.Module, matmul: int, device: torch.device) -> int:
-    """Bytes per input element of a layer with adapters, each with its own dropout: the dropped-out value and a mask."""
-    dropped = max(matmul, next((p.element_size() for p in layer.parameters() if p.requires_grad), 0))
-    return dropped + (1 if device.type == "cuda" else dropped)
+        kept += tokens * matmul
+    if backend == "eager":  # a matrix of all pairs of tokens for every head, in fp32 and for the product
+        kept += tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0))
+    return kept
 
 
 def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int) -> int:
     """Bytes per token that a layer of a trained tower keeps."""
-    kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
-    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul
+    mlp_kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
+    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * mlp_kept * matmul
 
 
 def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.device) -> int:
@@ -239,32 +213,23 @@ def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.devi
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 
-def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> CheckpointPlan:
-    """Which layers recompute their activations.
+def layers_to_recompute(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> int:
+    """The number of decoder layers, from the first, that recompute; with all of them the tower's do so too.
 
     Args:
-        requested: True, False, a number of decoder layers, or `auto`: as few decoder layers as bring the total below
-            `budget`, and a trained tower's layers only if all of the decoder's are not enough.
-        estimate: the estimate for the model.
-        budget: bytes that a rank may take.
+        requested: True, False, a number, or `auto`: as few as bring the total below `budget` bytes, or else all.
 
     Raises:
         ValueError: the decoder has fewer layers than requested.
     """
-    everything = CheckpointPlan(estimate.num_layers, tower=estimate.tower_layers > 0)
     if isinstance(requested, bool):
-        return everything if requested else CheckpointPlan()
-    if isinstance(requested, int):
-        if requested > estimate.num_layers:
-            raise ValueError(
-                f"--activation_checkpointing {requested}: the language model has {estimate.num_layers} layers"
-            )
-        return CheckpointPlan(requested)
-    excess = estimate.total(CheckpointPlan()) - budget
-    if excess <= 0:
-        return CheckpointPlan()
-    needed = math.ceil(excess / max(1, estimate.layer - estimate.layer_input))
-    return CheckpointPlan(needed) if needed <= estimate.num_layers else everything
+        return estimate.num_layers * requested
+    if isinstance(requested, str):
+        excess = max(0, estimate.total() - budget)
+        return min(estimate.num_layers, math.ceil(excess / max(1, estimate.layer - estimate.layer_input)))
+    if requested > estimate.num_layers:
+        raise ValueError(f"--activation_checkpointing {requested}: the language model has {estimate.num_layers} layers")
+    return requested
 
 
 def memory_budget(device: torch.device, parameters: int) -> float:
@@ -278,53 +243,38 @@ def memory_budget(device: torch.device, parameters: int) -> float:
 
 def set_up_checkpointing(
     model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
-) -> CheckpointPlan:
-    """Logs the estimate, decides by `--activation_checkpointing`, and switches recomputation on; returns the decision.
+) -> None:
+    """Logs the estimate, decides by `--activation_checkpointing`, and switches recomputation on.
 
     Every rank must call: all ranks decide alike, since recomputing gathers weights under ZeRO-3.
     """
     estimate = estimate_memory(model, args, tokens, crops_per_token)
     budget = min(gather_object([memory_budget(args.device, estimate.parameters)]))
-    plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
-    total = estimate.total(plan)
+    recomputed = layers_to_recompute(args.activation_checkpointing, estimate, budget)
     logger.info(
         "memory estimate: total with working space %.2f of %.2f GiB usable, micro-batches of up to %d tokens; "
         "activation checkpointing: %d of %d decoder layers%s",
-        total / 2**30, budget / 2**30, tokens, plan.decoder_layers, estimate.num_layers,
-        ", and the tower's" if plan.tower else "",
+        estimate.total(recomputed) / 2**30, budget / 2**30, tokens, recomputed, estimate.num_layers,
+        ", and the tower's" if estimate.tower_layers and recomputed == estimate.num_layers else "",
     )  # fmt: skip
-    if args.activation_checkpointing == "auto" and total > budget:
-        logger.warning(
-            "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
-            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
-            "zero3_offload.json or more GPUs"
-        )
-    checkpoint_layers(model, plan)
+    checkpoint_layers(model, recomputed)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
-    return plan
 
 
-def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan) -> None:
-    """Switches recomputation on for the planned layers."""
-    if plan == CheckpointPlan():
+def checkpoint_layers(model: LlavaMetaForCausalLM, recomputed: int) -> None:
+    """Switches recomputation on for the first `recomputed` decoder layers, and with all of them for the tower's."""
+    if not recomputed:
         return
     # Releases of the library before 5.23 know only the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
-    decoder = model.get_model()
-    others: list[Any] = [*decoder.layers[plan.decoder_layers :], *([] if plan.tower else decoder.vision_tower.layers)]
-    for layer in others:
+    decoder: Any = model.get_model()
+    others, tower = decoder.layers[recomputed:], decoder.vision_tower
+    for layer in (*others, *(tower.layers if others or not is_trained(tower) else ())):
         layer.gradient_checkpointing = False
 
 
 # --- what auto stands for ---------------------------------------------------------------------------------------------
-
-AUTO = "auto"
-ZERO_2, ZERO_3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
-OFFLOAD = "deepspeed_configs/zero3_offload.json"
-MOST_TOKENS = 16384  # of a micro-batch that is chosen: beyond it a GPU's products become no faster
-_STEP = 512
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -357,33 +307,30 @@ def resolve_auto(argv: list[str]) -> list[str]:
         raise ValueError("--deepspeed auto with one rank: several GPUs are visible; set CUDA_VISIBLE_DEVICES to one")
     for name in ranks if alone else ():
         del os.environ[name]
-    parsed: Any = parse_flags([*argv, "--deepspeed", "" if alone else ZERO_2])
+    plain = "" if alone else ZERO_2
+    parsed: Any = parse_flags([*argv, "--deepspeed", plain])
     model_args, _, args = parsed
     by_memory = args.max_tokens_per_micro_batch == AUTO
     if args.bits < 16:  # ZeRO-3 cannot partition quantised weights
-        cap = ["--max_tokens_per_micro_batch", str(args.model_max_length)] if by_memory else []
-        return [*argv, "--deepspeed", "" if alone else ZERO_2, *cap]
-    model = planned_model(model_args, args)
-    if args.use_liger_kernel == AUTO:
-        args.use_liger_kernel = args.compile_layers is not True and liger_runs(model)
-    budget = min(gather_object([memory_budget(args.device, 0)]))
-    # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
-    tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
-    choice = choose(model, args, budget, None if by_memory else tokens)
+        choice = Choice(plain, args.model_max_length, False, 0)
+    else:
+        model = planned_model(model_args, args)
+        decide_liger(model, args)
+        budget = min(gather_object([memory_budget(args.device, 0)]))
+        # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
+        tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
+        choice = choose(model, args, budget, None if by_memory else tokens)
     if alone and choice.zero:
         os.environ.update(ranks)
-    whole = choice.zero in ("", ZERO_2) and not choice.recomputes
-    compiles = whole and not args.use_liger_kernel and can_compile(model, args)
-    compiled = ["--compile_layers", "True"] if compiles else []
-    cap = ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
-    if args.process_index == 0:
-        zero = f"--deepspeed {choice.zero}" if choice.zero else "no DeepSpeed"
+    flags = ["--deepspeed", choice.zero]
+    flags += ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
+    if args.process_index == 0 and choice.needed:
         print(
-            f"--deepspeed auto: {' '.join([zero, *cap, *compiled])}, which takes {choice.needed / 2**30:.2f} of "
-            f"{budget / 2**30:.2f} usable GiB with{'' if choice.recomputes else 'out'} recomputation, by estimate",
+            f"--deepspeed auto: {shlex.join(flags)}, which takes {choice.needed / 2**30:.2f} of {budget / 2**30:.2f} "
+            f"usable GiB with{'' if choice.recomputes else 'out'} recomputation, by estimate",
             flush=True,
         )
-    return [*compiled, *argv, "--deepspeed", choice.zero, *cap]
+    return [*argv, *flags]
 
 
 def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
@@ -405,8 +352,8 @@ def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | 
         candidates.append((OFFLOAD, tokens or longest, True))
     for zero, size, recomputes in candidates:
         estimate = estimate_under(zero, model, args, size)
-        plan = plan_checkpointing(AUTO if recomputes else False, estimate, budget)
-        choice = Choice(zero, size, recomputes, estimate.total(plan))
+        recomputed = layers_to_recompute(AUTO if recomputes else False, estimate, budget)
+        choice = Choice(zero, size, recomputes, estimate.total(recomputed))
         if choice.needed <= budget:
             break
     return choice
@@ -423,21 +370,9 @@ def estimate_under(zero: str, model: LlavaMetaForCausalLM, args: Any, tokens: in
     return estimate_memory(model, planned, tokens)
 
 
-def weight_dtypes(args: TrainingArguments) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """The types of frozen weights, of trained ones, and of the trained weights of language model and tower.
-
-    DeepSpeed keeps fp32 masters itself. Elsewhere trained weights are fp32 and autocast lowers the arithmetic; only the
-    large parts are in 16 bits if they have masters.
-    """
-    frozen = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    trained = frozen if args.deepspeed else torch.float32
-    return frozen, trained, frozen if keeps_masters(args) else trained
-
-
 def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaMetaForCausalLM:
     """The model that the flags describe, without weights, norm and newline, with `requires_grad` set."""
     config, parts = read_config(model_args.model_name_or_path, cache_dir=args.cache_dir), tunable_parts(model_args)
-    frozen, trained, large = weight_dtypes(args)
     if not getattr(config, "mm_vision_config", None):
         config.mm_vision_tower = model_args.vision_tower
         config.mm_vision_config = read_vision_config(model_args.vision_tower or "")
@@ -446,26 +381,12 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
     config.mm_projector_norm = "none"
     with torch.device("meta"):
         model: Any = class_of(config)(config)
+    frozen, _, large = weight_dtypes(args)
     model.to(large if LANGUAGE_MODEL in parts and not args.lora_enable else frozen)
-    model.get_model().vision_tower.to(large if VISION_TOWER in parts else frozen)
-    model.get_model().mm_projector.to(trained)
     model.tie_weights()
-    if args.lora_enable:
-        add_lora(model, args.lora_r, args.lora_alpha, args.lora_dropout, trained)
-    set_trainable(model, parts)
+    set_up_parts(model, parts, args)
     attention = model_args.attn_implementation
-    if args.padding_free:
-        attention = packed_attention(attention, args.device, frozen)
-    model.config._attn_implementation = attention
-    return model
-
-
-def can_compile(model: LlavaMetaForCausalLM, args: TrainingArguments) -> bool:
-    """Whether compiled layers would run here: on a GPU, with a kernel for packed samples, a compiler, no adapters."""
-    packed = (VARLEN, "flash_attention_2", "flash_attention_3")
-    return bool(
-        args.device.type == "cuda"
-        and not args.lora_enable
-        and model.config._attn_implementation in packed
-        and has_compiler()
+    model.config._attn_implementation = (
+        packed_attention(attention, args.device, frozen) if args.padding_free else attention
     )
+    return model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import has_lora
+from llava.model.lora import add_lora, has_lora
 from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments
@@ -64,6 +64,30 @@ def part_of(parameter_name: str) -> str:
         return VISION_TOWER
     is_adapter = ".mm_projector." in parameter_name or parameter_name.endswith(".image_newline")
     return ADAPTER if is_adapter else LANGUAGE_MODEL
+
+
+def weight_dtypes(args: TrainingArguments) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The types of frozen weights, of trained ones, and of the trained weights of language model and tower.
+
+    DeepSpeed keeps fp32 masters itself. Elsewhere trained weights are fp32 and autocast lowers the arithmetic; only the
+    large parts are in 16 bits if they have masters.
+    """
+    frozen = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    trained = frozen if args.deepspeed else torch.float32
+    return frozen, trained, frozen if keeps_masters(args) else trained
+
+
+def set_up_parts(model: LlavaMetaForCausalLM, parts: frozenset[str], args: TrainingArguments) -> None:
+    """Gives tower, projector and newline their types, adds LoRA's adapters, and sets `requires_grad`."""
+    frozen, trained, large = weight_dtypes(args)
+    decoder = model.get_model()
+    decoder.vision_tower.to(large if VISION_TOWER in parts else frozen)
+    decoder.mm_projector.to(trained)
+    if decoder.image_newline is not None:
+        decoder.image_newline.data = decoder.image_newline.data.to(trained)
+    if args.lora_enable:
+        add_lora(model, args.lora_r, args.lora_alpha, args.lora_dropout, trained)
+    set_trainable(model, parts)
 
 
 def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:

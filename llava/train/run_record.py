@@ -16,11 +16,9 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
@@ -36,6 +34,7 @@ from llava.model.zero3 import gathered
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, decides_numbers
 from llava.train.batches import global_batch_size, sample_order
 from llava.train.checks import image_store
+from llava.train.distributed import on_first
 from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
 from llava.utils import plugins
@@ -51,12 +50,7 @@ Settings = dict[str, Setting]
 """Flags and digests by name, as `resume.json` holds them."""
 
 # Flags that say where a run writes and what it continues from.
-_PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
-# Sections of a DeepSpeed configuration that only measure or print.
-_DEEPSPEED_REPORTS = {
-    "timers", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "flops_profiler",
-    "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
-}  # fmt: skip
+_PLACES = {"output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
 _SAMPLE = 4096  # records whose pictures are read
 
 
@@ -88,15 +82,17 @@ def run_settings(
     settings["tokenizer"] = tokenizer_digest(tokenizer)
     if plugins.digests:
         settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in sorted(plugins.digests.items()))
-    contents: Settings = {}
-    if training_args.process_index == 0:
-        contents = _model_contents(model_args, training_args.cache_dir)
-        contents["pictures"] = pictures_digest(image_store(data_args, records), records)
+
+    def contents() -> Settings:
+        digests = _model_contents(model_args, training_args.cache_dir)
+        digests["pictures"] = pictures_digest(image_store(data_args, records), records)
         if eval_records is not None and training_args.metric_for_best_model:
             images = image_store(eval_data_arguments(data_args), eval_records)
-            contents["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
-            contents["eval_pictures"] = pictures_digest(images, eval_records)
-    return settings | broadcast_object_list([contents])[0]
+            digests["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
+            digests["eval_pictures"] = pictures_digest(images, eval_records)
+        return digests
+
+    return settings | on_first(contents)
 
 
 def _model_contents(model_args: ModelArguments, cache_dir: str | None) -> Settings:
@@ -166,7 +162,23 @@ def write_run_record(
     resumed: bool,
 ) -> None:
     """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
-    configuration = run_configuration(model, dataset, model_args, data_args, training_args, settings)
+    records, device, given = dataset.records, training_args.device, training_args.deepspeed
+    assert isinstance(records, RecordTable)  # lists are for callers that record nothing
+    contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
+    mixture = {"mixture": records.source_counts()} if records.source_names else {}
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    configuration = {
+        "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
+        **({"plugins": plugins.digests} if plugins.digests else {}),
+        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
+        "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
+        "deepspeed_config": json.loads(Path(given).read_text()) if isinstance(given, str) and given else given,
+        "adapter": settings["adapter_file"],
+        "order": order_digest(sample_order(dataset, training_args)),
+        "initial_weights": weights_digests(model, training_args.process_index == 0),
+        **software(),
+        "devices": {"ranks": training_args.world_size, "kind": kind},
+    }
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []
@@ -181,34 +193,6 @@ def write_run_record(
         starts.append({"configuration": configuration, "provenance": provenance})
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
         write_text(path, text + "\n", synced=True)
-
-
-def run_configuration(
-    model: LlavaMetaForCausalLM,
-    dataset: LazySupervisedDataset,
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    training_args: TrainingArguments,
-    settings: Settings,
-) -> dict[str, Any]:
-    """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
-    records, device = dataset.records, training_args.device
-    assert isinstance(records, RecordTable)  # lists are for callers that record nothing
-    contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
-    mixture = {"mixture": records.source_counts()} if records.source_names else {}
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
-        "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
-        **({"plugins": plugins.digests} if plugins.digests else {}),
-        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
-        "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
-        "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),
-        "adapter": settings["adapter_file"],
-        "order": order_digest(sample_order(dataset, training_args)),
-        "initial_weights": weights_digests(model, training_args.process_index == 0),
-        **software(),
-        "devices": {"ranks": training_args.world_size, "kind": kind},
-    }
 
 
 def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
@@ -238,9 +222,3 @@ def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[
 def order_digest(order: Iterable[int]) -> str:
     """SHA-256 of the first epoch's order of samples; later epochs follow from the same seed."""
     return hashlib.sha256(np.fromiter(order, np.int64).tobytes()).hexdigest()
-
-
-def decisive_deepspeed_config(given: Any) -> Any:
-    """The configuration that `--deepspeed` names, without what only measures or prints; as given if there is none."""
-    config = json.loads(Path(given).read_text()) if isinstance(given, str) and given else given
-    return {key: value for key, value in config.items() if key not in _DEEPSPEED_REPORTS} if config else config

@@ -38,7 +38,6 @@ from llava.train.checks import (
     report_left_out,
 )
 from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
-from llava.train.kernels import decide_compilation
 from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop import StoppedEarly, StopSignal
@@ -99,7 +98,6 @@ def run(
     """Checks flags and nodes, and trains while it holds the output folder."""
     with training_process(training_args, watchdog) as stop_signal:
         check_flags(model_args, data_args, training_args)
-        decide_compilation(training_args)
         inputs = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
         inputs += [*(data_args.data_path or "").split(","), data_args.image_folder]
         inputs += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
@@ -117,16 +115,16 @@ def train_in_folder(
 ) -> None:
     """Trains from the newest complete checkpoint, or from the start, and writes the final folder, unless stopped."""
     output_dir, is_first = Path(training_args.output_dir), training_args.process_index == 0
-    records, write_left_out = checked_records(model_args, data_args, training_args)
-    eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
+    records, write_left_out = checked_records(model_args.version, data_args, training_args)
+    eval_records, write_eval_left_out = checked_eval_records(model_args.version, data_args, training_args, records)
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
     settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
     start = choose_start(training_args, settings)
     if start.finished is not None:
         logger.info(
-            "%s: this run is finished, after %d steps; nothing is written (--overwrite_output_dir True retrains from "
-            "scratch)", output_dir, start.finished,
+            "%s: this run is finished, after %d steps; nothing is written (remove the folder to retrain from scratch)",
+            output_dir, start.finished,
         )  # fmt: skip
         return
     converted = use_converted_states(start, training_args)
@@ -146,7 +144,7 @@ def train_in_folder(
         watchdog=watchdog,
         stop_signal=stop_signal,
     )
-    begin_run(training_args, start, settings)
+    begin_run(training_args, settings)
     if is_first and records.left_out:
         write_left_out(output_dir / QUARANTINE)
     if is_first and eval_records is not None and write_eval_left_out and eval_records.left_out:

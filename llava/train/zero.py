@@ -22,11 +22,8 @@ from llava.utils.versions import version_of
 
 logger = logging.getLogger(__name__)
 
-
 # Options of ZeRO++ whose kernels take every number that they are given for fp16.
 _READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-
-
 OLDEST = Version("0.19.8")
 """0.19.2 to 0.19.7 were seen to gather wrong weights over CPU ranks, with PyTorch 2.11 to 2.13; GPUs are untested."""
 
@@ -35,24 +32,18 @@ def check_zero(args: TrainingArguments) -> None:
     """The part of `check_flags` about the file that `--deepspeed` names."""
     if not args.deepspeed:
         return
-    zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
+    zero, fault = args.hf_deepspeed_config.config.get("zero_optimization", {}), ""
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
-        raise ValueError(
-            f"--deepspeed {args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under ZeRO-3, or "
-            "the final folder would hold no weights"
+        fault = "stage3_gather_16bit_weights_on_model_save must be true, or the final folder would hold no weights"
+    elif zero.get("stage") == 3 and (installed := version_of("deepspeed")) and Version(installed) < OLDEST:
+        fault = f"DeepSpeed {installed} gathers wrong weights now and then; install DeepSpeed {OLDEST} or newer"
+    elif not args.fp16 and (options := [name for name in _READ_AS_FP16 if zero.get(name)]):
+        fault = (
+            f"{', '.join(options)}: DeepSpeed's kernels read them as fp16, and the run computes in "
+            f"{'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
         )
-    installed = version_of("deepspeed")
-    if zero.get("stage") == 3 and installed and Version(installed) < OLDEST:
-        raise ValueError(
-            f"--deepspeed {args.deepspeed}: DeepSpeed {installed} gathers wrong weights now and then under ZeRO-3; "
-            f"install DeepSpeed {OLDEST} or newer"
-        )
-    options = [name for name in _READ_AS_FP16 if zero.get(name)]
-    if options and not args.fp16:
-        raise ValueError(
-            f"--deepspeed {args.deepspeed}: {', '.join(options)}: DeepSpeed's kernels read them as fp16, and the "
-            f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
-        )
+    if fault:
+        raise ValueError(f"--deepspeed {args.deepspeed}: {fault}")
 
 
 def let_ninja_be_found() -> None:
@@ -71,21 +62,22 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
     fill_bucket_sizes(model, zero)
     if zero.get("stage") == 3:
+        import deepspeed
+        from deepspeed.utils import set_z3_leaf_module
+
         keep_no_input_of_frozen_weights()
         units = list(gathered_units(model))
         for unit in units:
-            _mark(unit)
+            set_z3_leaf_module(unit, True)
         logger.info("ZeRO-3 gathers the weights of each of %d layers at once", len(units))
         newline = model.get_model().image_newline
         if newline is not None:  # the model uses it outside the module that holds it
-            import deepspeed
-
             deepspeed.zero.register_external_parameter(model, newline)
 
 
 def fill_bucket_sizes(model: LlavaMetaForCausalLM, zero: dict[str, Any]) -> None:
     """Fills in the bucket sizes that `zero`, the section `zero_optimization`, leaves at `auto`."""
-    layer = max(_elements(layer) for layers, _ in _stacks(model) for layer in layers)
+    layer = max(sum(full_shape(p).numel() for p in unit.parameters()) for units, _ in _stacks(model) for unit in units)
     trained = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad)
     sizes = {"reduce_bucket_size": min(layer, trained)}
     if zero.get("stage") == 3:
@@ -130,13 +122,3 @@ def _stacks(model: LlavaMetaForCausalLM) -> Iterator[tuple[nn.ModuleList, nn.Mod
     decoder, tower = model.get_model(), model.get_model().vision_tower
     yield decoder.layers, decoder.embed_tokens
     yield tower.layers, tower.patch_embedding()
-
-
-def _mark(module: nn.Module) -> None:
-    from deepspeed.utils import set_z3_leaf_module
-
-    set_z3_leaf_module(module, True)
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(full_shape(p).numel() for p in module.parameters())

@@ -151,8 +151,7 @@ DIFFERENCES = (
     "... was written by a run with other settings:",
     "learning_rate: checkpoint ..., now 0.1",
     "template: checkpoint ..., now ...",
-    "... would make it another run: set them back, take another --output_dir, or replace that run by "
-    "--overwrite_output_dir True",
+    "... would make it another run: set them back, take another --output_dir, or remove that run's folder",
 )
 FAULTS = [
     Fault("kill -9 of one rank in a step", KILLED, 2, kill_at(5)),

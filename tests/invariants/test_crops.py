@@ -73,7 +73,7 @@ def test_a_header_is_opened_once_for_the_check_and_for_the_lengths(tiny, tmp_pat
     shutil.rmtree(shapes["data_path"].parent / ".llava_cache", ignore_errors=True)
     parsed = train_module.parse_arguments(flags(tiny, tmp_path / "run", 2, **shapes, **options(*MODES[1])))
     for first in (True, False):
-        records, _ = checked_records(*parsed)
+        records, _ = checked_records(parsed[0].version, *parsed[1:])
         trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
         trainer.train_dataset.modality_lengths()
         assert len(opened) == (sum(len(record_images(record)) for record in records) if first else 0)

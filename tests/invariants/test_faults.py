@@ -28,7 +28,7 @@ from llava.train import checkpoint, checks
 from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import COMPLETE, OLDER, ResumeError, SaveError, find_checkpoint, folder_faults
+from llava.train.checkpoint import COMPLETE, ResumeError, SaveError, find_checkpoint, folder_faults
 from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
@@ -196,7 +196,9 @@ def wide(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "options"), [(2, {}), (2, {"bf16": True}), (2, LORA | {"lora_r": 64})], ids=["fp32", "bf16", "LoRA"]
+    ("stage", "options"),
+    [(1, {}), (2, {}), (2, {"bf16": True}), (2, LORA | {"lora_r": 64})],
+    ids=["stage 1", "fp32", "bf16", "LoRA"],
 )
 def test_the_room_for_a_checkpoint_is_known_within_two_percent(wide, tmp_path, monkeypatch, stage, options):
     estimates = []
@@ -250,18 +252,6 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     ):
         assert f"changed within the run: {line}" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
-
-
-@pytest.mark.parametrize("place", ["run", "run/checkpoint-4"])
-def test_what_an_earlier_version_wrote_is_named_and_kept(tiny, whole, tmp_path, place):
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / place / COMPLETE).rename(tmp_path / place / OLDER)
-    before = snapshot(tmp_path / "run")
-    with pytest.raises(
-        ResumeError, match=f"{place} was written by an earlier version of this code .*--overwrite_output"
-    ):
-        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
-    assert snapshot(tmp_path / "run") == before
 
 
 # --- folders that hold a run already ----------------------------------------------------------------------------------
@@ -352,7 +342,7 @@ def saved_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["finished", "killed before a checkpoint", "not recorded"])
-def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypatch, state):
+def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     argv = flags(tiny, tmp_path, 2, max_steps=3)
     if state == "killed before a checkpoint":
         at_step(monkeypatch, 3, lambda *_: (_ for _ in ()).throw(KeyError("killed")))
@@ -369,12 +359,9 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     said = "learning_rate: there 0.001, now 0.5\n  max_steps"
     said = "a log of .*no resume.json" if state == "not recorded" else said
     for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts from scratch")):
-        with pytest.raises(ResumeError, match=f"(?s){words}.*--overwrite_output_dir True"):
+        with pytest.raises(ResumeError, match=f"(?s){words}.*another --output_dir"):
             train_module.train(argv)
         assert snapshot(tmp_path) == held
-    train_module.train([*other, "--overwrite_output_dir", "True"])
-    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2] and (tmp_path / "notes.txt").exists()
-    assert not (tmp_path / failures.FOLDER).exists()
 
 
 def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, capsys):
@@ -384,42 +371,13 @@ def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_p
     with training_lock(tmp_path):
         before = sorted(tmp_path.rglob("*"))
         monkeypatch.setenv("LOCK_SECONDS", "0")
-        for more in ({}, {"overwrite_output_dir": True}, {"learning_rate": 8e-3}):
+        for more in ({}, {"learning_rate": 8e-3}):
             monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, tmp_path, 2, **more)])
             with pytest.raises(SystemExit) as stopped:
                 train_module.main()
             (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
             assert stopped.value.code == 2 and sorted(tmp_path.rglob("*")) == before
             assert f"--output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in line
-
-
-@pytest.mark.slow
-def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
-    train_module.train(flags(tiny, folder, 1, max_steps=1, overwrite_output_dir=True))
-    fresh = tmp_path / "fresh"
-    train_module.train(flags(tiny, fresh, 1, max_steps=1))
-    assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in fresh.iterdir())
-    assert torch.equal(*(weights(f)["model.mm_projector.0.weight"] for f in (folder, fresh)))
-
-
-@pytest.mark.slow
-def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, whole, no_steps, caplog):
-    caplog.set_level("INFO")
-    argv = flags(tiny, copy, 2, **SAVING, overwrite_output_dir=True)
-    train_module.train(argv)
-    assert "resuming from" in caplog.text
-    with pytest.raises(pytest.fail.Exception, match="a step was trained"):
-        train_module.train(argv)  # finished now, so that it starts from scratch
-    with pytest.raises(ResumeError, match="--overwrite_output_dir True starts from scratch and .* resumes; pass one"):
-        train_module.train([*argv, "--resume_from_checkpoint", "True"])
-
-
-def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
-    for flag in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
-        with pytest.raises(ValueError, match=f"would remove --{flag} .*, which is in --output_dir"):
-            train_module.train(flags(tiny, whole, 2, overwrite_output_dir=True, **{flag: whole}))
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from training import flags, losses
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.train import kernels
 from llava.train import train as train_module
-from llava.train.kernels import compile_tower
+from llava.train.kernels import compile_layers
 
 
 def model_with(kind: str) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def test_a_compiled_tower_equals_the_plain_one_for_any_number_of_pictures(kind):
     expected = {pictures: features_and_gradients(model, pictures) for pictures in (2, 5, 1)}
     torch._dynamo.reset()
     counters.clear()
-    compile_tower(model, backend="aot_eager")
+    compile_layers(model.get_model().vision_tower.layers, backend="aot_eager")
     for pictures, graphs in ((2, 1), (5, 1), (1, 2)):  # several pictures share a graph
         assert_same(features_and_gradients(model, pictures), expected[pictures])
         assert counters["stats"]["unique_graphs"] == graphs
@@ -62,7 +62,7 @@ def test_inductors_tower_equals_the_plain_one():
     model = model_with("siglip_vision_model")
     expected = {pictures: features_and_gradients(model, pictures) for pictures in (2, 5)}
     torch._dynamo.reset()
-    compile_tower(model)
+    compile_layers(model.get_model().vision_tower.layers)
     for pictures in expected:
         assert_same(features_and_gradients(model, pictures), expected[pictures])
 
@@ -70,7 +70,7 @@ def test_inductors_tower_equals_the_plain_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_stage_with_a_compiled_tower_has_the_plain_ones_losses(tiny, tmp_path, monkeypatch, stage):
-    monkeypatch.setattr(kernels, "compile_tower", partial(compile_tower, backend="aot_eager"))
+    monkeypatch.setattr(kernels, "compile_layers", partial(compile_layers, backend="aot_eager"))
     torch._dynamo.reset()
     for choice in ("False", "tower"):
         counters.clear()
@@ -100,9 +100,10 @@ def test_auto_compiles_the_tower_where_it_can(tmp_path, monkeypatch, machine, co
     monkeypatch.setattr(kernels.shutil, "which", lambda name: machine["compiler"])
     monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: machine["headers"])
     compiled, args = [], SimpleNamespace(compile_layers="auto", use_liger_kernel=False)
-    monkeypatch.setattr(kernels, "compile_tower", compiled.append)
-    kernels.set_up_kernels("model", args)
-    assert (args.compile_layers, compiled) == (("tower", ["model"]) if compiles else (False, []))
+    parts = SimpleNamespace(layers=["decoder's"], vision_tower=SimpleNamespace(layers=["tower's"]))
+    monkeypatch.setattr(kernels, "compile_layers", compiled.extend)
+    kernels.set_up_kernels(SimpleNamespace(get_model=lambda: parts), args)
+    assert (args.compile_layers, compiled) == (("tower", ["tower's"]) if compiles else (False, []))
 
 
 @pytest.mark.parametrize("choice", ["True", "tower"])

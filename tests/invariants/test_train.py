@@ -417,5 +417,5 @@ def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path
     options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     train_module.train(flags(tiny, tmp_path, 2, **options))
     (tmp_path / "complete.json").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer state.*--overwrite_output_dir True"):
+    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer state.*remove the folder"):
         train_module.train(flags(tiny, tmp_path, 2, **options))

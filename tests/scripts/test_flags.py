@@ -27,7 +27,7 @@ FROZEN = {
     "max_nonfinite_steps lora_enable lora_r lora_alpha lora_dropout "
     "lora_weight_path bits activation_checkpointing "
     "gradient_checkpointing use_liger_kernel remove_unused_columns padding_free max_tokens_per_micro_batch "
-    "hang_timeout compile_layers save_strategy cache_dir overwrite_output_dir "
+    "hang_timeout compile_layers save_strategy cache_dir "
     "eval_generate evaluation_strategy telemetry_steps peak_tflops profile_steps",
 }
 

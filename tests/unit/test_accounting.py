@@ -28,7 +28,7 @@ from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
 from llava.train.arguments import TrainingArguments
-from llava.train.memory import CheckpointPlan, MemoryEstimate, checkpoint_layers, estimate_memory, plan_checkpointing
+from llava.train.memory import MemoryEstimate, checkpoint_layers, estimate_memory, layers_to_recompute
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.telemetry import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.zero import check_zero, fit_zero, gathered_units, let_ninja_be_found
@@ -214,34 +214,13 @@ def test_states_are_divided_as_zero_divides_them(tiny):
 
     def states(*args, **kwargs):
         estimate = estimate_memory(model, zero_arguments(*args, **kwargs), 64)
-        return estimate.parameters, estimate.gradients, estimate.optimizer, estimate.step
+        return estimate.parameters, estimate.gradients, estimate.optimizer
 
-    copies = 4 * (learnt // 4)  # of gradients, in fp32
-    assert states(2, 4) == (2 * elements, 2 * learnt // 4, 12 * (learnt // 4), copies)
-    assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 12 * (learnt // 4), copies)
-    assert states(3, 1) == (2 * elements, 2 * learnt, 12 * learnt, 4 * learnt)  # a rank that is alone gathers nothing
-    assert states(2, 4, offload="cpu") == (2 * elements, 0, 0, 0)
-    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 6 * (learnt // 4), copies)
-
-
-def test_the_step_copies_gradients_part_by_part_and_not_beside_activations(tiny):
-    model = trained(tiny, STAGE_2).bfloat16()
-    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-
-    def estimate(stage, **zero):
-        config = fp32 | {"zero_optimization": {"stage": stage} | zero}
-        return estimate_memory(model, zero_arguments(stage, 1, config=config), 64)
-
-    assert estimate(2).step == 0  # it steps on the gradients themselves
-    assert estimate(3).step == 4 * learnt
-    parts = estimate(3, sub_group_size=1000)
-    assert parts.step == 4 * 1000
-    assert parts.total(CheckpointPlan()) == estimate(2).total(CheckpointPlan())
-    step = parts.activations(0) * 100
-    assert dataclasses.replace(parts, step=step).total(CheckpointPlan()) == (
-        parts.parameters + parts.gradients + parts.optimizer + parts.embeddings + step
-    )
+    assert states(2, 4) == (2 * elements, 2 * learnt // 4, 12 * (learnt // 4))
+    assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 12 * (learnt // 4))
+    assert states(3, 1) == (2 * elements, 2 * learnt, 12 * learnt)  # a rank that is alone gathers nothing
+    assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
+    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 6 * (learnt // 4))
 
 
 def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_copies(tiny, tmp_path):
@@ -352,34 +331,34 @@ def estimate_of(**fields) -> MemoryEstimate:
 @pytest.mark.parametrize(
     ("requested", "budget", "expected"),
     [
-        (False, 0, (0, False)),
-        (True, 10**6, (4, True)),
-        (3, 0, (3, False)),
-        ("auto", 100 + 50 + 200 + 2 * 30, (0, False)),  # parameters, working space, four layers, tower
-        ("auto", 409, (1, False)),
-        ("auto", 409 - 40, (2, False)),
-        ("auto", 100, (4, True)),
+        (False, 0, 0),
+        (True, 10**6, 4),
+        (3, 0, 3),
+        ("auto", 100 + 50 + 200 + 2 * 30, 0),  # parameters, working space, four layers, tower
+        ("auto", 409, 1),
+        ("auto", 409 - 40, 2),
+        ("auto", 100, 4),  # the tower's layers too
     ],
 )
 def test_auto_recomputes_as_few_layers_as_needed(requested, budget, expected):
     estimate = estimate_of(tower_layers=2, tower_layer=30, tower_layer_input=5)
-    plan = plan_checkpointing(requested, estimate, budget)
-    assert (plan.decoder_layers, plan.tower) == expected
-    if requested == "auto" and not plan.tower:
-        assert estimate.total(plan) <= budget
-        assert not plan.decoder_layers or estimate.total(CheckpointPlan(plan.decoder_layers - 1)) > budget
+    assert layers_to_recompute(requested, estimate, budget) == expected
+    if requested == "auto" and expected < 4:
+        assert estimate.total(expected) <= budget
+        assert not expected or estimate.total(expected - 1) > budget
+    assert estimate.total(4) == 100 + 50 + 4 * 10 + 2 * 5
 
 
 def test_the_loss_head_and_a_layers_backward_pass_do_not_add_up():
     """As measured on an H200: the peak is in the loss where that is larger, else in the last layer's backward pass."""
     kept = 100 + 4 * 50
-    assert estimate_of(loss_head=80).total(CheckpointPlan()) == kept + 80
-    assert estimate_of(loss_head=20).total(CheckpointPlan()) == kept + 50
+    assert estimate_of(loss_head=80).total() == kept + 80
+    assert estimate_of(loss_head=20).total() == kept + 50
 
 
 def test_more_layers_than_there_are_cannot_be_recomputed():
     with pytest.raises(ValueError, match="--activation_checkpointing 5: the language model has 4 layers"):
-        plan_checkpointing(5, estimate_of(), 0)
+        layers_to_recompute(5, estimate_of(), 0)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +381,7 @@ def test_checkpointing_works_with_library_releases_of_the_older_name(tmp_path):
         gradient_checkpointing_enable=lambda: calls.append(True),
         get_model=lambda: SimpleNamespace(layers=layers, vision_tower=SimpleNamespace(layers=[])),
     )
-    checkpoint_layers(model, CheckpointPlan(2))
+    checkpoint_layers(model, 2)
     assert calls == [True]
     assert [layer.gradient_checkpointing for layer in layers] == [True, True, False]
 
@@ -448,8 +427,8 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
     arguments = zero_arguments(0, 8, config=json.loads((ROOT / run["deepspeed"]).read_text()))
     fit_zero(model, arguments)
     estimate = estimate_memory(model, arguments, int(run["max_tokens_per_micro_batch"]))
-    total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
+    total = estimate.total(layers_to_recompute("auto", estimate, 0.9 * 79 * 2**30))
     comment = (ROOT / "scripts/presets" / f"{preset}.sh").read_text()
     said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
-    assert total == estimate.total(CheckpointPlan())
+    assert total == estimate.total()
     assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)

@@ -10,7 +10,7 @@ from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 from benchmarks import cards
 from benchmarks.shapes import PRESETS, sizes_of
 from llava.train import memory
-from llava.train.arguments import choice, parse_flags, read_flags, token_cap
+from llava.train.arguments import parse_flags, read_flags, token_cap
 from llava.train.build import build_model
 from llava.train.memory import estimate_memory
 
@@ -35,34 +35,25 @@ class Estimate:
     def __init__(self, zero):
         self.zero = zero
 
-    def total(self, plan):
+    def total(self, recomputed):
         if self.zero == memory.OFFLOAD:
             return 20
-        return 100 if not plan else 50 if self.zero == memory.ZERO_3 else 90
+        return 100 if not recomputed else 50 if self.zero == memory.ZERO_3 else 90
 
 
-def chosen(monkeypatch, usable, words, ranks=2, liger=False):
-    """The file of DeepSpeed and whether layers are compiled, where runs take what `Estimate` says, on GPUs."""
+def chosen(monkeypatch, usable, words, ranks=2):
+    """The file of DeepSpeed, where runs take what `Estimate` says, on GPUs."""
 
     def parsed(argv):
         given = read_flags(argv)
-        fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "padding_free")}
-        fields["use_liger_kernel"] = choice("use_liger_kernel", given.use_liger_kernel, "auto")
-        fields["compile_layers"] = choice("compile_layers", given.compile_layers, "auto", "tower")
-        fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64}
-        return (
-            None,
-            None,
-            SimpleNamespace(
-                **fields, max_tokens_per_micro_batch=token_cap(given.max_tokens_per_micro_batch) or 64, process_index=0
-            ),
-        )
+        cap = token_cap(given.max_tokens_per_micro_batch) or 64
+        fields = {"bits": given.bits, "max_tokens_per_micro_batch": cap, "use_liger_kernel": False}
+        fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64, "process_index": 0}
+        return None, None, SimpleNamespace(**fields)
 
-    config = SimpleNamespace(_attn_implementation="flash_attention_2")
-    stubs = {"parse_flags": parsed, "memory_budget": lambda *_: usable}
-    stubs["plan_checkpointing"] = lambda requested, *_: requested
-    stubs |= {"planned_model": lambda *_: SimpleNamespace(config=config), "has_compiler": lambda: True}
-    stubs["liger_runs"] = lambda model: liger
+    stubs = {"parse_flags": parsed, "memory_budget": lambda *_: usable, "planned_model": lambda *_: None}
+    stubs["gather_object"] = lambda values: values  # without a group of ranks
+    stubs["layers_to_recompute"] = lambda requested, *_: requested
     stubs["estimate_under"] = lambda zero, *_: Estimate(zero)
     for name, stub in stubs.items():
         monkeypatch.setattr(memory, name, stub)
@@ -74,24 +65,13 @@ def chosen(monkeypatch, usable, words, ranks=2, liger=False):
     assert ("RANK" in os.environ) == bool(given.deepspeed)  # without DeepSpeed one process has no ranks
     cap = memory.MOST_TOKENS if given.deepspeed in ("", memory.ZERO_2) and usable >= 100 else 64  # else the longest
     assert given.max_tokens_per_micro_batch == (str(cap) if words[:1] == ["--max_tokens_per_micro_batch"] else None)
-    return given.deepspeed, given.compile_layers == "True"
+    return given.deepspeed
 
 
-@pytest.mark.parametrize(
-    ("usable", "words", "zero", "compiles"),
-    [
-        (100, [], 2, True),
-        (99, [], 3, False),
-        (100, ["--compile_layers", "False"], 2, False),
-        (100, ["--use_liger_kernel"], 2, False),
-        (100, ["--use_liger_kernel", "auto"], 2, True),
-        (100, ["--lora_enable"], 2, False),
-        (100, ["--max_tokens_per_micro_batch", "auto"], 2, True),
-        (99, ["--max_tokens_per_micro_batch", "auto"], 3, False),
-    ],
-)
-def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatch, usable, words, zero, compiles):
-    assert chosen(monkeypatch, usable, words) == (f"deepspeed_configs/zero{zero}.json", compiles)
+@pytest.mark.parametrize(("usable", "zero"), [(100, 2), (99, 3)])
+def test_auto_chooses_the_size_of_micro_batches_too(monkeypatch, usable, zero):
+    words = ["--max_tokens_per_micro_batch", "auto"]
+    assert chosen(monkeypatch, usable, words) == f"deepspeed_configs/zero{zero}.json"
 
 
 @pytest.mark.parametrize(
@@ -99,12 +79,7 @@ def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatc
     [(100, 1, ""), (90, 1, ""), (89, 1, "zero3_offload"), (50, 2, "zero3"), (49, 2, "zero3_offload")],
 )
 def test_auto_takes_no_deepspeed_on_one_card_splits_over_several_and_offloads_at_last(monkeypatch, usable, ranks, zero):
-    assert chosen(monkeypatch, usable, [], ranks)[0] == (zero and f"deepspeed_configs/{zero}.json")
-
-
-def test_auto_takes_liger_where_it_runs_and_compiles_no_layers_beside_it(monkeypatch):
-    assert chosen(monkeypatch, 100, ["--use_liger_kernel", "auto"], liger=True)[1] is False
-    assert chosen(monkeypatch, 100, ["--use_liger_kernel", "auto"], ranks=1, liger=True) == ("", False)
+    assert chosen(monkeypatch, usable, [], ranks) == (zero and f"deepspeed_configs/{zero}.json")
 
 
 def test_one_rank_that_sees_several_gpus_is_refused(monkeypatch):
@@ -116,27 +91,8 @@ def test_one_rank_that_sees_several_gpus_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("usable", [99, 100])
 @pytest.mark.parametrize("words", [["--bits", "4"], ["--bits", "8"]])
-def test_auto_takes_zero2_uncompiled_for_quantised_runs(monkeypatch, usable, words):
-    assert chosen(monkeypatch, usable, words) == ("deepspeed_configs/zero2.json", False)
-
-
-@pytest.mark.parametrize(
-    ("device", "attention", "compiler", "lora", "compiles"),
-    [
-        ("cuda", "flash_attention_2", True, False, True),
-        ("cpu", "flash_attention_2", True, False, False),
-        ("cuda", "sdpa", True, False, False),
-        ("cuda", "flash_attention_2", False, False, False),
-        ("cuda", "flash_attention_2", True, True, False),
-    ],
-)
-def test_layers_compile_on_a_gpu_with_a_kernel_a_compiler_and_no_adapters(
-    monkeypatch, device, attention, compiler, lora, compiles
-):
-    monkeypatch.setattr(memory, "has_compiler", lambda: compiler)
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-    args = SimpleNamespace(device=torch.device(device), lora_enable=lora)
-    assert memory.can_compile(model, args) is compiles
+def test_auto_takes_zero2_for_quantised_runs(monkeypatch, usable, words):
+    assert chosen(monkeypatch, usable, words) == "deepspeed_configs/zero2.json"
 
 
 def test_without_auto_the_command_line_stays():
@@ -170,7 +126,7 @@ def test_every_preset_for_one_card_fits_on_cards_of_24_48_and_80_gb_alone_and_by
                 continue
             # One more step of the cap would not fit.
             more = memory.estimate_under(choice.zero, model, args, choice.tokens + 512)
-            assert more.total(memory.plan_checkpointing(False, more, 0)) > card.budget
+            assert more.total() > card.budget
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
@@ -14,7 +13,6 @@ from llava.train.train import parse_arguments
 from llava.utils.code_folders import CODE_FOLDERS, refuse_shared, refuse_shared_variable
 
 OTHER_USER = 54321
-NO_LAYERS = Mock(**{"get_model.return_value": Mock(layers=[], vision_tower=Mock(layers=[]))})
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -73,8 +71,8 @@ def test_the_folders_are_those_that_the_libraries_take(monkeypatch, cache):
     ("variable", "use"),
     [
         ("TORCH_EXTENSIONS_DIR", lambda: parse_arguments(["--deepspeed", "deepspeed_configs/zero2.json"])),
-        ("TORCHINDUCTOR_CACHE_DIR", lambda: compile_layers(NO_LAYERS)),
-        ("TRITON_CACHE_DIR", lambda: compile_layers(NO_LAYERS)),
+        ("TORCHINDUCTOR_CACHE_DIR", lambda: compile_layers([])),
+        ("TRITON_CACHE_DIR", lambda: compile_layers([])),
         ("HF_MODULES_CACHE", lambda: config_fields("no-such-model", trust_remote_code=True)),
     ],
 )

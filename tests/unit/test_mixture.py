@@ -222,10 +222,10 @@ def test_skipped_records_are_counted(place, caplog):
     ],
 )
 def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place, caplog, trained, own, said):
-    model, training = SimpleNamespace(version="chatml"), SimpleNamespace(process_index=0, seed=1, data_seed=None)
+    training = SimpleNamespace(process_index=0, seed=1, data_seed=None)
     data = DataArguments(image_folder="images", eval_data_path=mixture(place, CATS | {"sampling_strategy": own}))
     records = load_records(mixture(place, DOGS, CATS | {"sampling_strategy": trained}, name="train.yaml"))
-    checked_eval_records(model, data, training, records)
+    checked_eval_records("chatml", data, training, records)
     warnings = [record.getMessage() for record in caplog.records if "also training records" in record.getMessage()]
     assert len(warnings) == (said is not None) and all(said.format(place=place) in text for text in warnings)
 

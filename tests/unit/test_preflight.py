@@ -346,7 +346,8 @@ def test_training_says_that_a_check_is_remembered(tiny, tmp_path, monkeypatch, c
     done = counted(monkeypatch)
     options = {"data_cache_dir": tmp_path / "cache"}
     for again in (False, True):
-        checks.checked_records(*train_module.parse_arguments(flags(tiny, tmp_path, 2, **options)))
+        model_args, *others = train_module.parse_arguments(flags(tiny, tmp_path, 2, **options))
+        checks.checked_records(model_args.version, *others)
         assert ("the data was checked at" in caplog.text) == again
         assert len(done) == 1
 
