@@ -26,7 +26,6 @@ from llava.train.kernels import set_up_kernels
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_up_parts, tunable_parts, weight_dtypes
-from llava.train.run_record import Settings, run_settings
 from llava.train.zero import fit_zero
 
 logger = logging.getLogger(__name__)
@@ -145,7 +144,6 @@ def build_trainer(
     training_args: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase | None = None,
     eval_records: RecordTable | None = None,
-    settings: Settings | None = None,
     **options: Any,
 ) -> LLaVATrainer:
     """The trainer on `records`; `options` are those of `LLaVATrainer`.
@@ -155,8 +153,6 @@ def build_trainer(
     """
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = tokenizer or training_tokenizer(path, max_length, training_args.cache_dir)
-    if settings is None:
-        settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
     tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or path, tower)
@@ -194,6 +190,5 @@ def build_trainer(
         data_collator=collator,
         processing_class=tokenizer,
         image_processor=image_processor,
-        settings=settings,
         **options,
     )

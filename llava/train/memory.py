@@ -311,12 +311,12 @@ def resolve_auto(argv: list[str]) -> list[str]:
     parsed: Any = parse_flags([*argv, "--deepspeed", plain])
     model_args, _, args = parsed
     by_memory = args.max_tokens_per_micro_batch == AUTO
+    budget = min(gather_object([memory_budget(args.device, 0)]))
     if args.bits < 16:  # ZeRO-3 cannot partition quantised weights
         choice = Choice(plain, args.model_max_length, False, 0)
     else:
         model = planned_model(model_args, args)
         decide_liger(model, args)
-        budget = min(gather_object([memory_budget(args.device, 0)]))
         # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
         tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
         choice = choose(model, args, budget, None if by_memory else tokens)
@@ -386,7 +386,7 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
     model.tie_weights()
     set_up_parts(model, parts, args)
     attention = model_args.attn_implementation
-    model.config._attn_implementation = (
-        packed_attention(attention, args.device, frozen) if args.padding_free else attention
-    )
+    if args.padding_free:
+        attention = packed_attention(attention, args.device, frozen)
+    model.config._attn_implementation = attention
     return model
