@@ -276,7 +276,14 @@ def choose_start(args: TrainingArguments, settings: Settings) -> Start:
         ResumeError: the folder holds another run, or one that cannot be continued.
         FileNotFoundError: the requested checkpoint does not exist or is damaged.
     """
-    return on_first(lambda: _start(args, settings))
+
+    def decide() -> Start:
+        start = _start(args, settings)
+        if start.finished is None:
+            shutil.rmtree(Path(args.output_dir, FOLDER), ignore_errors=True)  # reports of an earlier start
+        return start
+
+    return on_first(decide)
 
 
 def _start(args: TrainingArguments, settings: Settings) -> Start:
@@ -295,7 +302,6 @@ def _start(args: TrainingArguments, settings: Settings) -> Start:
     checkpoint = None if scratch else find_checkpoint(args)
     if left and (checkpoint is None or checkpoint.resolve().parent != folder.resolve()):
         check_settings(folder, settings)
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # reports of an earlier start
     if checkpoint is None:
         if left:
             logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
