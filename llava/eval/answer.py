@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from llava.eval.question_records import Question, QuestionRecords
 
 WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
-DESCRIBED = ("model_path", "model_base", "data", "image_folder")
-"""Flags that the record describes by content."""
 NEUTRAL = ("output", "overwrite", "batch_size", "device", "plugin")
-"""Flags that the record leaves out."""
+"""Flags that do not decide the answers."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """The flags of `decoding_options`, also in LLaVA's spelling."""
+    """The flags of decoding, also in LLaVA's spelling."""
     parser.add_argument("--temperature", type=float, default=temperature, help="0 decodes greedily, above 0 samples")
     likeliest = "sample from the likeliest tokens whose probabilities add up to this"
     parser.add_argument("--top-p", "--top_p", type=float, help=likeliest)
@@ -67,19 +65,11 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, temperature: float) 
     parser.add_argument("--max-new-tokens", "--max_new_tokens", type=whole(1), default=512, help=longest)
 
 
-def decoding_options(args: Any) -> dict[str, Any]:
-    """Options of `generate`."""
-    from llava.model.decoding import evaluation_options  # takes seconds
-
-    return evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
-
-
 def run(args: argparse.Namespace) -> None:
     """Writes `--output`.
 
-    Raises:
-        ValueError, OSError, ImportError: refused flags, questions or checkpoint; `--output` holds other answers, or
-            another process writes it.
+    Raises ValueError, OSError, ImportError: refused flags, questions or checkpoint; `--output` holds other answers, or
+    another process writes it.
     """
     if not 0 <= args.chunk_idx < args.num_chunks:
         raise ValueError(f"--chunk-idx {args.chunk_idx}: expected 0 to {args.num_chunks - 1} (--num-chunks)")
@@ -99,11 +89,11 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     import torch  # this and what follows take seconds
 
     from llava.asking import batch_answers, chosen_assistant, is_captioner
-    from llava.model.decoding import evaluation_record, unused
+    from llava.model.decoding import evaluation_options, evaluation_record, unused
 
     output, settings = args.output, answer_settings(questions, args)
     resumes = output.exists() and not args.overwrite
-    done = number_answered(output, settings, questions) if resumes else 0
+    done = number_answered(output, settings) if resumes else 0
     if resumes and done == len(questions):
         print(f"{output}: finished before, {done} answers (--overwrite answers again)")
         return
@@ -123,7 +113,8 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
         print(f"note: {note}")
     if args.overwrite:
         output.unlink(missing_ok=True)
-    options, window = decoding_options(args), WINDOW * args.batch_size
+    options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
+    window = WINDOW * args.batch_size
     record = {"asked": settings, "count": len(questions)}
     write_json(record_file(output), record | evaluation_record(assistant.model.file_decoding, options))
     with open(output, "ab") as file, progress(len(questions), "answering", "questions", done=done) as bar:
@@ -162,8 +153,8 @@ def answer_line(question: "Question", text: str, model_path: str) -> str:
 
 def answer_settings(questions: "QuestionRecords", args: argparse.Namespace) -> dict[str, object]:
     """Everything that decides the answers, by flag; batch size and device do not."""
-    named = {name: value for name, value in vars(args).items() if name not in DESCRIBED + NEUTRAL}
-    settings: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
+    decisive = {name: value for name, value in vars(args).items() if name not in NEUTRAL}
+    settings: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in decisive.items()}
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         settings[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     settings["--data"] = f"content {questions.records.key[:16]}"
@@ -186,34 +177,21 @@ def recorded(output: Path) -> dict[str, Any] | None:
         return None
 
 
-def number_answered(output: Path, settings: dict[str, object], questions: "QuestionRecords") -> int:
-    """How many of the questions, from the first on, have their answers in the file; a line that was cut off is removed.
+def number_answered(output: Path, settings: dict[str, object]) -> int:
+    """How many questions, from the first on, have their answers in the file; a line that was cut off is removed.
 
-    Raises:
-        ValueError: the file has no usable record or other settings, or a line that is not the answer expected there.
+    Raises ValueError: the file has no record of its settings, or other ones.
     """
-    again = "answer again with --overwrite"
+    again = "name another file, or answer again with --overwrite"
     if (record := recorded(output)) is None:
-        raise ValueError(
-            f"--output {output}: the file exists, but the record of its settings, {record_file(output).name}, is "
-            f"missing or damaged; name another file, or {again}"
-        )
+        raise ValueError(f"--output {output}: no record of its settings, {record_file(output).name}; {again}")
     if changed := differences(record["asked"], settings):
         pairs = "; ".join(f"{flag} was {was}, is {now}" for flag, (was, now) in changed.items())
         raise ValueError(f"--output {output} was answered with other settings: {pairs}; {again}")
-    text, end, cut = output.read_bytes().rpartition(b"\n")
-    if cut:
-        os.truncate(output, len(text + end))
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        expected = questions[number].identifier if number < len(questions) else None
-        try:
-            identifier = json.loads(line)["question_id"]
-        except (ValueError, KeyError, TypeError):
-            identifier = line.decode(errors="replace")
-        if identifier != expected:
-            where = f"--output {output}, line {number + 1}"
-            raise ValueError(f"{where}: expected the answer to question {expected!r}, found {identifier!r}; {again}")
+    lines = output.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        os.truncate(output, sum(map(len, lines[:-1])))
+        del lines[-1]
     return len(lines)
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llava.eval.harness import LOG, EvaluationError, collect, data_fingerprint, data_place, run_harness, token_fault
+from llava.eval.harness import LOG, EvaluationError, collect, local_data, run_harness, token_fault
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
@@ -62,8 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> int:
     """Runs the missing tasks and prints the scores; returns 1 if a task failed, which is printed as it fails, else 0.
 
-    Raises:
-        ValueError: refused arguments, or another call writes to the same folder.
+    Raises ValueError: refused arguments, or another call writes to the same folder.
     """
     import torch  # takes seconds
 
@@ -73,13 +72,13 @@ def evaluate(args: argparse.Namespace) -> int:
         args.num_gpus = available
     if not 0 <= args.num_gpus <= available:
         raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {available}; expected 0 (CPU) to {available}")
-    places = {task.name: data_place(task, args.data_dir) for task in tasks}
+    data = {task.name: local_data(task, args.data_dir) for task in tasks}
     args.output_dir = args.output_dir or WORK / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(args.output_dir / ".lock", f"--output-dir {args.output_dir}: another evaluate.sh writes there"):
         results = start_results(args, settings)
-        failed = run_missing(tasks, places, args, results)
+        failed = run_missing(tasks, data, args, results)
     rows = [
         {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
         for name, result in results.tasks.items()
@@ -91,38 +90,39 @@ def evaluate(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def run_missing(
-    tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results
-) -> list[str]:
-    """Runs the tasks that `results` lacks, writing it after each; returns the names of those that failed."""
-    made_from = {task.name: data_fingerprint(task, places[task.name]) for task in tasks}
+def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespace, results: Results) -> list[str]:
+    """Runs the tasks that `results` lacks, writing it after each; returns the names of those that failed.
+
+    `data` has the `local_data` of each task.
+    """
     missing = []
     for task in tasks:
         before = results.tasks.get(task.name)
-        if before and before.data == made_from[task.name] and not args.force:
+        if before and before.data == data[task.name][1] and not args.force:
             print(f"{task.name}: finished before, {before.score:.2f} (--force evaluates again)")
             continue
         missing.append(task)
         if before and not args.force:
             print(f"{task.name}: made from other data or pictures; evaluated again")
-    if fault := token_fault([task for task in missing if places[task.name] is None]):
+    if fault := token_fault([task for task in missing if data[task.name] == (None, None)]):
         raise ValueError(f"--tasks {fault}, or give --data-dir")
     if [task for task in missing if results.tasks.pop(task.name, None)]:
         write_results(results, args.output_dir)  # a stale score must not outlive a failure
-    groups: dict[object, list[Task]] = {}  # what runs in one process, with one number of MMLU's examples
+    groups: dict[object, list[Task]] = {}  # what runs in one process, which has one number of MMLU's examples
     for task in missing:
         few_shot = task.name == "mmlu" and args.mmlu_fewshot
-        key = (task.harness, places[task.name], few_shot) if args.together else task.name
+        key = (task.harness, data[task.name][0], few_shot) if args.together else task.name
         groups.setdefault(key, []).append(task)
     failed = []
     for group in groups.values():
-        folder, status, seconds = run_harness(group, places[group[0].name], args, results.settings)
+        contents = {data[task.name][1] for task in group}
+        folder, status, seconds = run_harness(group, data[group[0].name][0], contents, args, results.settings)
         for task in group:
             try:
                 if status:
                     ended = f"the harness ended with exit status {status}; the end of {folder / LOG}:"
                     raise EvaluationError(task.name, ended, *last_lines(folder / LOG, 15))
-                result = collect(task, folder, seconds / len(group), made_from[task.name], args.allow_empty)
+                result = collect(task, folder, seconds / len(group), data[task.name][1], args.allow_empty)
             except EvaluationError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 failed.append(task.name)
@@ -139,8 +139,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
 
     Other results are renamed by their time.
 
-    Raises:
-        ValueError: there is no such checkpoint, or `results.json` cannot be read.
+    Raises ValueError: there is no such checkpoint, or `results.json` cannot be read.
     """
     digest = revision(args.checkpoint)
     if digest is None:
@@ -170,8 +169,7 @@ def identity(results: Results) -> dict[str, Any]:
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the scores depend on, the model's context, and those that only say how to run.
 
-    Raises:
-        ValueError: the template is not known, or has no questions.
+    Raises ValueError: the template is not known, or has no questions.
     """
     from llava.asking import choose_template, is_captioner  # these take seconds
     from llava.model.builder import read_config

@@ -2,7 +2,7 @@
 
 lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
 `<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
-wrong: a failure may be an empty answer, an answer that is an error text, a missing sample, or a missing file.
+wrong: a failure may be an empty answer, a missing sample, or a missing file.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -30,10 +29,6 @@ from llava.utils.progress import EVERY
 
 LOG = "log.txt"
 SHOWN_PROBLEMS = 20
-ERROR_TEXTS = re.compile(
-    r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)",
-    re.IGNORECASE,
-)
 
 
 class EvaluationError(RuntimeError):
@@ -44,21 +39,22 @@ class EvaluationError(RuntimeError):
         super().__init__("\n  ".join([f"{task} failed:", *problems[:SHOWN_PROBLEMS], *more]))
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
-def data_place(task: Task, data_dir: Path | None) -> Path | None:
-    """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
+def local_data(task: Task, data_dir: Path | None) -> tuple[Path | None, str | None]:
+    """The folder with the task's data set as `<org>/<name>`, and a text that changes with its files and an own task's
+    definition; None and None where it comes from the hub.
 
-    Raises:
-        ValueError: it should be local, and is missing.
+    Raises ValueError: it should be local, and is missing.
     """
     folders = [folder for folder in (data_dir, OWN_DATA if task.own else None) if folder]
     for folder in folders:
         if (folder / task.dataset / "README.md").is_file():
-            return folder.resolve()
+            content = fingerprint(folder / task.dataset, deep=True)
+            return folder.resolve(), f"{content}-{fingerprint(OWN_TASKS)}" if task.own else content
     if not folders:
-        return None
+        return None, None
     advice = "run: python -m playground heldout" if task.own else "docs/evaluate.md says what --data-dir holds"
     raise ValueError(f"--tasks {task.name}: {folders[-1] / task.dataset}/README.md is missing; {advice}")
 
@@ -71,34 +67,12 @@ def token_fault(tasks: Sequence[Task]) -> str:
     return f"{names}: lmms-eval loads public data sets with a token only; run: hf auth login, or set HF_TOKEN"
 
 
-def data_fingerprint(task: Task, place: Path | None) -> str | None:
-    """A text that changes with the task's local data files and its own definition; None for data from the hub."""
-    if place is None:
-        return None
-    data = fingerprint(place / task.dataset, deep=True)
-    return f"{data}-{fingerprint(OWN_TASKS)}" if task.own else data
-
-
-def datasets_cache(tasks: Sequence[Task], place: Path) -> Path:
-    """Where the datasets library keeps what it reads from the tasks' local data sets, named by their content.
-
-    The library itself names it by the data set's name, and so would return another folder's data, or older ones.
-    """
-    contents = "-".join(sorted({str(data_fingerprint(task, place)) for task in tasks}))
-    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
-    return Path(folder, f"llava-{hashlib.sha256(contents.encode()).hexdigest()[:16]}").absolute()
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
 def run_harness(
-    tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
+    tasks: list[Task], place: Path | None, contents: set[str | None], args: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[Path, int, float]:
     """Runs one harness process; returns the folder of its files and `LOG`, its exit status, its seconds.
 
-    Raises:
-        ValueError: the folder holds something else.
+    Raises ValueError: the folder holds something else.
     """
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
@@ -109,8 +83,8 @@ def run_harness(
     folder.mkdir(parents=True)
     print(f"{title}: running, log in {log}", flush=True)
     begun = time.monotonic()
-    command = harness_command(tasks, folder, args, settings)
-    status = run_logged(command, log, cwd=place or folder, env=environment(tasks, args, place), title=title)
+    command, env = harness_command(tasks, folder, args, settings), environment(contents, args.num_gpus)
+    status = run_logged(command, log, cwd=place or folder, env=env, title=title)
     return folder, status, time.monotonic() - begun
 
 
@@ -151,12 +125,18 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     return command + (["--limit", str(args.limit)] if args.limit else [])
 
 
-def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | None) -> dict[str, str]:
-    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub and an own cache with local data."""
+def environment(contents: set[str | None], num_gpus: int) -> dict[str, str]:
+    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub and an own cache with local data.
+
+    The datasets library names its cache by the data set's name, and so would return another folder's data, or older
+    ones; here `contents`, the texts of `local_data`, name it.
+    """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-    if place is not None:
-        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(datasets_cache(tasks, place))}
-    return env if args.num_gpus else env | {"CUDA_VISIBLE_DEVICES": ""}
+    if known := sorted(filter(None, contents)):
+        cache = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
+        name = f"llava-{hashlib.sha256('-'.join(known).encode()).hexdigest()[:16]}"
+        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(Path(cache, name).absolute())}
+    return env if num_gpus else env | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 # --- what it left ----------------------------------------------------------------------------------------------------
@@ -165,9 +145,8 @@ def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | N
 def collect(task: Task, folder: Path, seconds: float, data: str | None = None, allow_empty: bool = False) -> TaskResult:
     """The result of `task` from a harness's output `folder`.
 
-    Raises:
-        EvaluationError: no results, missing or doubled samples, empty answers (unless allowed) or error texts, or a
-            score that the samples do not give.
+    Raises EvaluationError: no results, missing or doubled samples, empty answers (unless allowed), or a score that the
+    samples do not give.
     """
     value, counts = read_score(task, folder)
     records = read_records(task, folder, counts)
@@ -184,8 +163,7 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
 def read_score(task: Task, folder: Path) -> tuple[float, dict[str, dict[str, int]]]:
     """The score of the task, or of the group of its name, in the harness's file, and its numbers of samples by task.
 
-    Raises:
-        EvaluationError: there is none.
+    Raises EvaluationError: there is none.
     """
     files = sorted([*folder.rglob("*_results.json"), *folder.rglob("results_*.json")], key=lambda f: f.stat().st_mtime)
     if not files:
@@ -203,8 +181,7 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     Args:
         counts: by task, the numbers of samples; `effective` is how many the harness was to evaluate.
 
-    Raises:
-        EvaluationError: a sample is missing or doubled.
+    Raises EvaluationError: a sample is missing or doubled.
     """
     prefix = f"{task.name}_"
     names = [task.name] if task.name in counts else [name for name in counts if name.startswith(prefix)]
@@ -225,13 +202,10 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
 
 
 def record_problem(task: Task, record: Record, allow_empty: bool) -> str:
-    """A line for a sample with an empty answer, an error text, or a likelihood that is not a number; else nothing."""
-    answer, fault = answer_of(record), ""
-    if task.harness == "lm_eval":
+    """A line for a sample with an empty answer, or with a likelihood that is not a number; else nothing."""
+    if task.harness == "lmms_eval":
+        fault = "" if answer_of(record) or allow_empty else "empty answer (--allow-empty counts it as wrong)"
+    else:
         values = [response[0] for response in record["filtered_resps"]]
         fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
-    elif not answer and not allow_empty:
-        fault = "empty answer (--allow-empty counts it as wrong)"
-    elif ERROR_TEXTS.match(answer):
-        fault = f"an error text instead of an answer: {answer[:100]!r}"
     return f"doc {doc_id(record)}: {fault}" if fault else ""

@@ -10,16 +10,12 @@ from typing import Any
 from lmms_eval.api.metrics import levenshtein_distance
 from lmms_eval.tasks._task_utils.vqa_eval_metric import EvalAIAnswerProcessor
 
-ANNOTATORS = 10
-"""Human answers to each question of TextVQA and VQA v2."""
-LEAST_SIMILARITY = 0.5
-"""Below it ANLS counts an answer as wrong."""
 Entry = Mapping[str, Any]
 """`pred_answer`, the answer to score, and `gt_answers`, the right ones."""
 
 
-class _Evaluator:
-    """The mean of an answer's `_score`."""
+class TextVQAAccuracyEvaluator:
+    """The soft accuracy of TextVQA and VQA v2: an answer that three of nine annotators gave is right."""
 
     def __init__(self) -> None:
         self.answer_processor = EvalAIAnswerProcessor()
@@ -31,22 +27,15 @@ class _Evaluator:
         return sum(map(self._score, pred_list)) / len(pred_list)
 
     def _score(self, entry: Entry) -> float:
-        raise NotImplementedError
-
-
-class TextVQAAccuracyEvaluator(_Evaluator):
-    """The soft accuracy of TextVQA and VQA v2: an answer that three of nine annotators gave is right."""
-
-    def _score(self, entry: Entry) -> float:
         # The mean over the ten ways to leave one annotator out; those who agree with the answer see one fewer.
         right = Counter(map(self.answer_processor, entry["gt_answers"]))
-        if right.total() != ANNOTATORS:
-            raise ValueError(f"gt_answers: expected {ANNOTATORS} answers, found {right.total()}")
+        if right.total() != 10:
+            raise ValueError(f"gt_answers: expected 10 answers, found {right.total()}")
         same = right[self.answer_processor(entry["pred_answer"])]
-        return (same * min(3, max(0, same - 1)) + (ANNOTATORS - same) * min(3, same)) / (3 * ANNOTATORS)
+        return (same * min(3, max(0, same - 1)) + (10 - same) * min(3, same)) / 30
 
 
-class STVQAAccuracyEvaluator(_Evaluator):
+class STVQAAccuracyEvaluator(TextVQAAccuracyEvaluator):
     """The share of answers that equal a right one."""
 
     def _score(self, entry: Entry) -> float:
@@ -54,7 +43,7 @@ class STVQAAccuracyEvaluator(_Evaluator):
         return float(self.answer_processor(entry["pred_answer"]) in right)
 
 
-class STVQAANLSEvaluator(_Evaluator):
+class STVQAANLSEvaluator(TextVQAAccuracyEvaluator):
     """ANLS: one minus the edit distance over the longer text's length, 0 below one half (arXiv 1905.13648)."""
 
     def _score(self, entry: Entry) -> float:
@@ -64,4 +53,4 @@ class STVQAANLSEvaluator(_Evaluator):
         """The similarity of two texts in [0, 1]; case and outer space do not count."""
         first, second = s1.lower().strip(), s2.lower().strip()
         similarity = 1 - levenshtein_distance(first, second) / max(len(first), len(second), 1)
-        return similarity if similarity >= LEAST_SIMILARITY else 0.0
+        return similarity if similarity >= 0.5 else 0.0

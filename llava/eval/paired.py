@@ -30,21 +30,15 @@ IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm minus the baseline in points (percent), over other questions like these: bounds of the 95 % interval.
-
-    Attributes:
-        by_seed: points of each seed.
-        won, lost: questions that the arm answers better, and worse, on average over the seeds.
-        p: of the exact two-sided sign test on them; with one seed and right-or-wrong answers McNemar's.
-    """
+    """An arm minus the baseline in points (percent), over other questions like these, with a 95 % interval."""
 
     delta: float
     low: float
     high: float
-    by_seed: tuple[float, ...]
-    won: int
+    by_seed: tuple[float, ...]  # points of each seed
+    won: int  # questions that the arm answers better on average over the seeds
     lost: int
-    p: float
+    p: float  # of the exact two-sided sign test on both; with one seed and right-or-wrong answers McNemar's
 
     @property
     def verdict(self) -> str:
@@ -95,8 +89,7 @@ def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int) -> 
 def compare_seeds(by_seed: Sequence[float], confidence: float = CONFIDENCE) -> SeedDifference:
     """The mean of paired differences with its interval and two-sided test; the questions are those asked.
 
-    Raises:
-        ValueError: fewer than two seeds, whose variance is unknown.
+    Raises ValueError: fewer than two seeds, whose variance is unknown.
     """
     values = np.asarray(by_seed, dtype=float)
     if (count := len(values)) < 2:

@@ -27,19 +27,15 @@ _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
 class Question(NamedTuple):
     """One record's question.
 
-    Attributes:
-        identifier: `question_id` or `id` of the record, else its place.
-        prompt: the last turn's words, after an `<image>` line for each picture shown up to it; of a question file the
-            words alone. LLaVA's programs write it so, and those that score answers look for it.
-        expected: the answer that the record has for it, or None.
-        kind: the record's `kind`, which says how the answer is scored, or None.
+    `prompt` is the last turn's words, after an `<image>` line for each picture shown up to it; of a question file the
+    words alone. LLaVA's programs write it so, and those that score answers look for it.
     """
 
-    identifier: object
+    identifier: object  # `question_id` or `id` of the record, else its place
     asked: Asked
     prompt: str
-    expected: str | None
-    kind: object = None
+    expected: str | None  # the answer that the record has for it
+    kind: object = None  # the record's `kind`, which says how the answer is scored
 
 
 class QuestionRecords(Sequence[Question]):
@@ -53,8 +49,7 @@ class QuestionRecords(Sequence[Question]):
     Attributes:
         images: opens the pictures as they are stored; `store(orientation=...)` makes one that turns them.
 
-    Raises:
-        DataError, OSError: nothing readable there.
+    Raises DataError, OSError: nothing readable there.
     """
 
     def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
@@ -102,8 +97,7 @@ class QuestionRecords(Sequence[Question]):
     def check(self, refuse: Callable[[int, Question, list[Size]], None], setting: str = "--data") -> None:
         """Calls `refuse` with the index of each question, the question, and the sizes of its pictures.
 
-        Raises:
-            ValueError: it raised one, or a record or picture is invalid; the message names records and faults.
+        Raises ValueError: it raised one, or a record or picture is invalid; the message names records and faults.
         """
         faults = []
         for index in progress(range(len(self)), "checking", "questions"):

@@ -22,65 +22,38 @@ CONTROLS = UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = "untouched", "blank", "shuffl
 
 @dataclass(frozen=True)
 class Answered:
-    """One question of a task.
+    """One question of a task."""
 
-    Attributes:
-        id: the same for every checkpoint, so that runs can be paired; unique in the task.
-        score: 0 (wrong) to 1 (right).
-        answer: the model's; for tasks scored by likelihood, the likeliest choice.
-        target: the expected answer.
-        group: the kind of question, such as a subject, where the task has kinds.
-        log_probability: of the target, in nats (`Assistant.log_probabilities`); None where it was not computed.
-    """
-
-    id: str
-    score: float
-    answer: str
-    target: str
-    group: str | None = None
-    log_probability: float | None = None
+    id: str  # the same for every checkpoint, so that runs can be paired; unique in the task
+    score: float  # 0 (wrong) to 1 (right)
+    answer: str  # the model's; for tasks scored by likelihood, the likeliest choice
+    target: str  # the expected answer
+    group: str | None = None  # the kind of question, such as a subject, where the task has kinds
+    log_probability: float | None = None  # of the target, in nats (`Assistant.log_probabilities`), where computed
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a checkpoint reached on one task.
+    """What a checkpoint reached on one task."""
 
-    Attributes:
-        metric: the harness's name of the score.
-        score: in percent, as the harness computed it; for some tasks not the mean of the samples' scores.
-        samples: every question, in the order of the data set.
-        chance: percent that guessing reaches, or None where that is not known.
-        seconds: from the harness's start to its end; tasks that shared a process share its time equally.
-        data: fingerprint of the local data set, or None where it came from the hub.
-    """
-
-    metric: str
-    score: float
-    samples: list[Answered]
-    chance: float | None
-    seconds: float
-    data: str | None = None
+    metric: str  # the harness's name of the score
+    score: float  # in percent, as the harness computed it; for some tasks not the mean of the samples' scores
+    samples: list[Answered]  # every question, in the order of the data set
+    chance: float | None  # percent that guessing reaches, where that is known
+    seconds: float  # from the harness's start to its end; tasks that shared a process share its time equally
+    data: str | None = None  # fingerprint of the local data set, or None where it came from the hub
 
 
 @dataclass
 class Results:
-    """All finished tasks of one checkpoint, with what made them.
+    """All finished tasks of one checkpoint, with what made them."""
 
-    Attributes:
-        checkpoint: its folder or hub id.
-        fingerprint: hash that changes with the checkpoint's weights and configuration.
-        command: the command line of the newest run that wrote the file.
-        versions: of the packages that the scores depend on, the digest of this tree's code, and its commit.
-        settings: template, limit, few-shot examples, batch size and devices of the newest run.
-        created: time of the newest change, ISO 8601 in UTC.
-    """
-
-    checkpoint: str
-    fingerprint: str
-    command: str
-    versions: dict[str, str | None]
-    settings: dict[str, Any]
-    created: str
+    checkpoint: str  # its folder or hub id
+    fingerprint: str  # hash that changes with the checkpoint's weights and configuration
+    command: str  # of the newest run that wrote the file
+    versions: dict[str, str | None]  # of the packages that scores depend on, this tree's code and its commit
+    settings: dict[str, Any]  # template, limit, few-shot examples, batch size and devices of the newest run
+    created: str  # time of the newest change, ISO 8601 in UTC
     tasks: dict[str, TaskResult] = field(default_factory=dict)
 
 
@@ -95,8 +68,7 @@ def write_results(results: Results, folder: Path) -> Path:
 def read_results(path: str | Path) -> Results:
     """The results in a `results.json`, given by its path or its folder.
 
-    Raises:
-        ValueError: no such file, or not one of this format; the message says what is wrong.
+    Raises ValueError: no such file, or not one of this format; the message says what is wrong.
     """
     path = Path(path)
     path = path / RESULTS_FILE if path.is_dir() else path

@@ -9,7 +9,7 @@ from typing import Any
 
 from llava.asking_flags import add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
-from llava.eval.answer import add_decoding_arguments, decoding_options
+from llava.eval.answer import add_decoding_arguments
 from llava.utils.commands import Parser, exit_status
 
 
@@ -33,12 +33,11 @@ def parser() -> argparse.ArgumentParser:
 def eval_model(args: Any) -> str:
     """Prints and returns the answer; `args` has the command's fields, as LLaVA's function of this name takes them.
 
-    Raises:
-        ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there once
-            for every picture.
+    Raises ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there
+    once for every picture.
     """
     from llava.asking import is_captioner, load_assistant, load_picture  # these take seconds
-    from llava.model.decoding import unused
+    from llava.model.decoding import evaluation_options, unused
 
     pictures = [load_picture(source.strip()) for source in args.image_file.split(args.sep)]
     question = place_images(args.query, len(pictures))
@@ -47,7 +46,8 @@ def eval_model(args: Any) -> str:
     for note in (captions * is_captioner(assistant.template), unused(args.model_path, assistant.model.file_decoding)):
         if note:
             print(f"note: {note}", file=sys.stderr)
-    (answer,) = assistant.answer([[{"from": "human", "value": question}]], pictures, **decoding_options(args))
+    options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
+    (answer,) = assistant.answer([[{"from": "human", "value": question}]], pictures, **options)
     print(answer)
     return answer
 
@@ -55,8 +55,7 @@ def eval_model(args: Any) -> str:
 def place_images(query: str, num_pictures: int) -> str:
     """The question with one `<image>` for every picture.
 
-    Raises:
-        ValueError: `<image-placeholder>` is in it, but not once for every picture.
+    Raises ValueError: `<image-placeholder>` is in it, but not once for every picture.
     """
     named = query.count(IMAGE_PLACEHOLDER)
     if not named:

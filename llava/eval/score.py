@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Prints the scores, and with a second file the differences.
 
-    Raises:
-        ValueError, OSError: not a file of answers, or two with other questions; the message names the record.
+    Raises ValueError, OSError: not a file of answers, or two with other questions; the message names the record.
     """
     files = [args.answers, *([args.other] if args.other else [])]
     scored = [read_scored(file, args.metric) for file in files]
@@ -68,11 +67,11 @@ def read_scored(file: Path, metric: str | None = None) -> list[Answered]:
     Args:
         metric: of every answer, whatever its question's kind.
 
-    Raises:
-        ValueError, OSError: no such file, an incomplete one, or a record that cannot be scored; the message names it.
+    Raises ValueError, OSError: no such file, an incomplete one, or a record that cannot be scored; the message names
+    it.
     """
     answers: dict[str, Answered] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):  # text has more ends of lines than JSON escapes
         try:
             answer = scored_line(json.loads(line), metric)
             if answer.id in answers:
@@ -158,8 +157,7 @@ def score_rows(answers: Sequence[Answered], metric: str | None = None) -> Rows:
 def difference_rows(files: Sequence[Path], first: Sequence[Answered], second: Sequence[Answered]) -> Rows:
     """The second file's scores minus the first's, paired by question, with a bootstrap's 95 % interval.
 
-    Raises:
-        ValueError: the files have other questions, kinds or expected answers; the message names them.
+    Raises ValueError: the files have other questions, kinds or expected answers; the message names them.
     """
     ours, theirs = ({answer.id: answer for answer in answers} for answers in (first, second))
     for name in {**ours, **theirs}:

@@ -8,6 +8,8 @@ from llava.eval.results import Answered
 from llava.utils.paths import CODE, WORK
 
 Record = Mapping[str, Any]
+Reader = Callable[[Sequence[Record], str, str], Iterable[Answered]]
+"""From a harness's records, the metric and `Task.kind` to samples, one for each question."""
 MME_POINTS = 2000  # of the ten categories of MME's perception
 OWN_TASKS = CODE / "playground/tasks"
 OWN_DATA = WORK / "playground/data/harness"
@@ -27,10 +29,10 @@ def doc_id(record: Record) -> str:
     return f"{record['subtask']}/{name}" if "subtask" in record else name
 
 
-# --- from a harness's records to samples, one for each question -------------------------------------------------------
+# --- readers ----------------------------------------------------------------------------------------------------------
 
 
-def sample_of(record: Record, verdict: Record, kind: str | None) -> Answered:
+def sample_of(record: Record, verdict: Record, kind: str) -> Answered:
     """The sample of lmms-eval's verdict on a question; of several people's answers the commonest is the target."""
     answers = record.get("doc", {}).get("answers") or [record["target"]]
     target = str(max(answers, key=answers.count))
@@ -38,14 +40,14 @@ def sample_of(record: Record, verdict: Record, kind: str | None) -> Answered:
     return Answered(identifier, float(verdict["score"]), answer_of(record), target, verdict.get(kind))
 
 
-def plain(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+def plain(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
     """Reads records whose metric is a score, or a verdict with a score."""
     for record in records:
         verdict = record[metric]
         yield sample_of(record, verdict if isinstance(verdict, Mapping) else {"score": verdict}, kind)
 
 
-def likelihood(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+def likelihood(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
     """Reads lm-eval's multiple-choice records; the answer is the likeliest choice."""
     for record in records:
         choices = [request["arg_1"].strip() for request in record["arguments"].values()]
@@ -58,7 +60,7 @@ def likelihood(records: Sequence[Record], metric: str, kind: str | None) -> Iter
         yield Answered(doc_id(record), float(record[metric]), best, right, record.get("subtask"))
 
 
-def mmbench(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+def mmbench(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
     """Reads MMBench: a question is right only if it is right under every order of its options that the data set has.
 
     lmms-eval does not record the verdict on a question, so its evaluator runs once more.
@@ -78,7 +80,7 @@ def mmbench(records: Sequence[Record], metric: str, kind: str | None) -> Iterato
         yield Answered(str(index), float(right), answer, target, orders[0]["category"])
 
 
-def seedbench(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+def seedbench(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
     """Reads SEED-Bench, whose records have the verdict under `<prefix>all` and under `<prefix><kind of question>`."""
     prefix = metric.removesuffix("all")
     for record in records:
@@ -87,7 +89,7 @@ def seedbench(records: Sequence[Record], metric: str, kind: str | None) -> Itera
         yield sample_of(record, {"score": right, "kind": own.removeprefix(prefix)}, "kind")
 
 
-def mme(records: Sequence[Record], metric: str, kind: str | None) -> Iterator[Answered]:
+def mme(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
     """Reads MME's questions of perception; an id starts with the picture's, of which there are two.
 
     Questions of cognition have no part in the score.
@@ -125,31 +127,18 @@ def mme_points(samples: Sequence[Answered]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        name: the harness's name of the task.
-        dataset: the folder or hub id that the task loads.
-        metric: the harness's key of the score, with its filter.
-        column: its name in the paper's Table 4, if it is there.
-        read: from the harness's records, the metric and `kind` to samples.
-        kind: the field of a verdict that has the kind of question.
-        score: percent from the samples; must equal what the harness computed.
-        unit: the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench).
-        chance: percent that guessing reaches, or None where that is not known.
-        own: whether it is one of `playground/tasks`, whose verdicts say a question's id, kind and chance.
-    """
-
-    name: str
-    dataset: str
-    metric: str = "exact_match,none"
-    column: str = ""
-    read: Callable[[Sequence[Record], str, str | None], Iterable[Answered]] = plain
-    kind: str | None = None
-    score: Callable[[Sequence[Answered]], float] = mean
-    unit: float | None = 1
-    chance: float | None = None
-    own: bool = False
+    name: str  # the harness's
+    dataset: str  # the folder or hub id that the task loads
+    metric: str = "exact_match,none"  # the harness's key of the score, with its filter
+    column: str = ""  # its name in the paper's Table 4, if it is there
+    read: Reader = plain
+    kind: str = ""  # the field of a verdict that has the kind of question
+    score: Callable[[Sequence[Answered]], float] = mean  # percent, which must equal what the harness computed
+    unit: float | None = 1  # the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench)
+    chance: float | None = None  # percent that guessing reaches, where that is known
+    own: bool = False  # one of `playground/tasks`, whose verdicts say a question's id, kind and chance
 
     @property
     def harness(self) -> str:
@@ -194,9 +183,7 @@ _TASKS = (
     Task("textvqa_val", "lmms-lab-encoder/textvqa"),
     Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA"),
     Task("seedbench", "lmms-lab-encoder/SEED-Bench", "seed_all,none", **_SEED),
-    Task("scenes", "heldout/scenes", **_OWN),
-    Task("stamps", "heldout/stamps", **_OWN),
-    Task("probes", "heldout/probes", **_OWN),
+    *(Task(name, f"heldout/{name}", **_OWN) for name in ("scenes", "stamps", "probes")),
 )
 TASKS = {task.name: task for task in _TASKS}
 PAPER_COLUMNS = {task.column: task.name for task in _TASKS if task.column}
@@ -213,8 +200,7 @@ GROUPS = {
 def choose(names: str | None) -> list[Task]:
     """The tasks of a comma-separated list of tasks and `GROUPS`; of the paper's Table 4 for None.
 
-    Raises:
-        ValueError: one is not known, or none is named.
+    Raises ValueError: one is not known, or none is named.
     """
     named = [name.strip() for name in (names or "paper").split(",") if name.strip()]
     chosen = [task for name in named for task in GROUPS.get(name, (name,))]

@@ -14,7 +14,7 @@ from saved_models import filled
 from llava import asking
 from llava.asking import Assistant
 from llava.eval import answer
-from llava.eval.question_records import QuestionRecords, as_question
+from llava.eval.question_records import as_question
 from llava.eval.score import read_scored
 from llava.model.builder import load_pretrained_model
 
@@ -267,41 +267,38 @@ def test_a_file_that_was_not_written_here_is_left_alone(ask, tmp_path):
     assert result.status == 2 and "answers.jsonl.run.json" in result.error and result.lines == [{"mine": 1}]
 
 
-def test_a_line_that_answers_another_question_is_named(ask, asked, monkeypatch):
-    monkeypatch.setattr(answer, "WINDOW", 1)
-    asked.stop_after(2)
-    stopped = ask(LINES, "--batch-size", "1")
-    stopped.file.write_text("\n".join(stopped.file.read_text().splitlines()[::-1]) + "\n")
-    result = ask(LINES, "--batch-size", "1")
-    assert result.status == 2 and "line 1: expected the answer to question 'q-red', found 'q-green'" in result.error
-
-
 def test_two_processes_do_not_write_one_file(ask, tmp_path):
     with FileLock(tmp_path / ".answers.jsonl.lock"):
         result = ask(LINES)
     assert result.status == 2 and "another process writes it" in result.error and not result.lines
 
 
-BAD = {
-    "no picture": (line("red", image="none.png"), "none.png does not exist"),
-    "a damaged picture": (line("red", image="cut.png"), "cut.png cannot be decoded"),
-    "no text": ({"question_id": 9, "image": "red.png", "question": ASK}, "has its words under 'text'"),
-    "nobody asks": ({"conversations": [{"from": "gpt", "value": "Hi"}]}, "found no turn of 'human'"),
-    "an odd speaker": ({"conversations": [{"from": "bot", "value": "Hi"}, *turns("Why?")]}, "'from' is 'bot'"),
-    "too many placeholders": (line("red", text="<image> <image>"), "2 <image> placeholders but 1 images"),
-    "too long": (line("red", text="why? " * 200), "more than the 512 of"),
-    "an odd picture": (line("red", image=7), "'image': expected a path or a list of paths, found 7"),
-    "no JSON object": (["a"], "expected an object, found list"),
-}
+BAD = (
+    (line("red", image="none.png"), "none.png does not exist"),
+    (line("red", image="cut.png"), "cut.png cannot be decoded"),
+    ({"question_id": 9, "image": "red.png", "question": ASK}, "has its words under 'text'"),
+    ({"conversations": [{"from": "gpt", "value": "Hi"}]}, "found no turn of 'human'"),
+    ({"conversations": [{"from": "bot", "value": "Hi"}, *turns("Why?")]}, "'from' is 'bot'"),
+    (line("red", text="<image> <image>"), "2 <image> placeholders but 1 images"),
+    (line("red", text="why? " * 200), "more than the 512 of"),
+    (line("red", image=7), "'image': expected a path or a list of paths, found 7"),
+    (["a"], "expected an object, found list"),
+)
 
 
-@pytest.mark.parametrize("fault", BAD)
-def test_unanswerable_questions_are_named_first(ask, asked, images, fault):
+def test_unanswerable_questions_are_named_before_the_first_answer(ask, asked, images):
     (images / "cut.png").write_bytes(b"no picture")
-    record, message = BAD[fault]
-    result = ask([LINES[0], record, LINES[1]])
-    assert result.status == 2 and "1 of 3 questions cannot be used" in result.error and message in result.error
-    assert "questions.jsonl: record 1" in result.error and not asked.calls and not result.lines
+    result = ask([LINES[0], *(record for record, _ in BAD), LINES[1]])
+    assert result.status == 2 and f"{len(BAD)} of {len(BAD) + 2} questions cannot be used" in result.error
+    for number, (_, message) in enumerate(BAD, 1):
+        assert f"questions.jsonl: record {number}" in result.error and message in result.error
+    assert not asked.calls and not result.lines
+
+
+def test_flags_that_go_together_are_checked_first(ask):
+    for flags, message in (("--chunk-idx", "1"), "expected 0 to 0"), (("--top-p", "0.9"), "with --temperature"):
+        result = ask(LINES, *flags)
+        assert result.status == 2 and message in result.error and len(result.error.splitlines()) == 1
 
 
 def test_pictures_for_a_language_model_without_a_tower_are_refused(ask, tiny):
@@ -314,37 +311,6 @@ def test_chunks_together_are_the_whole(ask, images, checkpoint):
     parts = [ask(LINES, *flags, "--chunk-idx", str(i), output=f"{i}.jsonl") for i in range(3)]
     assert [len(part.lines) for part in parts] == [2, 2, 0] and all(part.status == 0 for part in parts)
     assert parts[0].lines + parts[1].lines == ask(LINES, output="whole.jsonl").lines
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--batch-size", "0"), "--batch-size: expected a whole number of at least 1, found '0'"),
-        (("--max-new-tokens", "x"), "max_new_tokens: expected a whole number of at least 1, found 'x'"),
-        (("--chunk-idx", "1"), "--chunk-idx 1: expected 0 to 0"),
-        (("--temperature", "-1"), "--temperature: expected 0 or more"),
-        (("--top-p", "0.9"), "--top-p: above 0 to 1, and with --temperature"),
-        (("--image-folder", "/nowhere"), "--image-folder /nowhere: no such folder or zip file"),
-        (("--data", "/nowhere.jsonl"), "--data /nowhere.jsonl: no such file"),
-    ],
-)
-def test_wrong_flags_are_refused_in_one_line(ask, flags, message):
-    result = ask(LINES, *flags)
-    assert result.status == 2 and message in result.error and len(result.error.splitlines()) == 1
-
-
-def test_beams_and_other_precisions_are_taken(ask):
-    result = ask(LINES, "--num-beams", "2", "--dtype", "bfloat16")
-    assert result.status == 0 and [line["text"] for line in result.lines] == EXPECTED
-
-
-def test_questions_of_a_file_are_not_kept_in_memory(tmp_path, images):
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    questions = QuestionRecords(str(tmp_path / "q.jsonl"), str(images))
-    assert len(questions) == 4 and questions[1] == questions[1] and questions[1] is not questions[1]
-    sizes = []
-    questions.check(lambda index, question, shown: sizes.append(shown))
-    assert sizes == [[(20, 16)]] * 4
 
 
 @pytest.mark.parametrize(("pictures", "prompt"), [(0, "Why?"), (1, "<image>\nWhy?"), (2, "<image>\n<image>\nWhy?")])

@@ -85,22 +85,6 @@ def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_ca
     assert "| 40.00 | not a mean over questions | 25.0 | 4 |" in write_card("--results", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--run-dir", "nowhere"], "nowhere/run.json: no such file"),
-        (["--results", "nowhere"], "no such file"),
-        (["--model-path", "nowhere"], "no config.json there with a model_type"),
-        (["--output", __file__], "test_card.py: already there; pass --overwrite"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(stages, tmp_path, capsys, arguments, message):
-    command = ["card", "--model-path", str(stages / "finetune"), "--output", str(tmp_path / "card.md"), *arguments]
-    assert main(command) == 2
-    line = capsys.readouterr().err
-    assert message in line and line.count("\n") == 1
-
-
 def test_transformers_loads_an_exported_folder_with_trust_for_its_code(tmp_path, write_card):
     config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"image_size": 64}}
     for remote in ({}, {"auto_map": {"AutoConfig": "m.C"}}):

@@ -64,7 +64,7 @@ def ids_of(messages, tokenizer, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
+def test_the_exported_template_writes_what_training_learns_and_asks(tokenizers, name):
     plain, extended = tokenizers
     template = conv_templates[name]
     extended.chat_template = chat_template(template, extended)
@@ -77,13 +77,6 @@ def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
     expected = generation_ids(conversation(ONE), plain, template).tolist()
     assert ids_of(messages(ONE, parts=True), extended, add_generation_prompt=True) == expected
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_exported_template_writes_what_training_learns(tokenizers, name):
-    plain, extended = tokenizers
-    template = conv_templates[name]
-    extended.chat_template = chat_template(template, extended)
     turns = [*SEVERAL, ("gpt", "Yes.")]
     expected = preprocess(conversation(turns), plain, template).input_ids.tolist()
     assert ids_of(messages(turns), extended) == expected

@@ -9,7 +9,6 @@ from PIL import Image
 
 from llava.eval import evaluate as evaluate_module
 from llava.eval import harness as harness_module
-from llava.eval import launch
 from llava.eval.evaluate import main, parser
 from llava.eval.harness import EvaluationError, collect, run_logged
 from llava.eval.results import Answered, Results, TaskResult, read_results, write_results
@@ -46,8 +45,6 @@ def test_a_whole_run_becomes_a_result(tmp_path):
     ("fault", "message"),
     [
         ({"answers": ["yes", "", "no", "  "]}, "doc 1: empty answer.*doc 3: empty answer"),
-        ({"answers": ["yes", "Failed to obtain answer via API"]}, "doc 1: an error text"),
-        ({"answers": ["Error: CUDA out of memory", "no"]}, "doc 0: an error text"),
         ({"doc_ids": [0, 1, 3, 4], "expected": 5}, "doc 2: 0 samples instead of one"),
         ({"doc_ids": [0, 1, 1, 2], "expected": 3}, "doc 1: 2 samples instead of one"),
         ({"score": 0.75}, "0.75, which is not the samples' score of 50"),
@@ -60,12 +57,9 @@ def test_what_went_wrong_is_found_and_the_samples_are_named(tmp_path, fault, mes
         collect(POPE, tmp_path, seconds=1)
 
 
-def test_empty_answers_may_be_allowed_but_error_texts_not(tmp_path):
-    leave(tmp_path / "empty", ["yes", ""])
-    assert collect(POPE, tmp_path / "empty", 1, allow_empty=True).score == 50
-    leave(tmp_path / "error", ["yes", "Error: no"])
-    with pytest.raises(EvaluationError, match="doc 1"):
-        collect(POPE, tmp_path / "error", 1, allow_empty=True)
+def test_empty_answers_may_be_allowed(tmp_path):
+    leave(tmp_path, ["yes", ""])
+    assert collect(POPE, tmp_path, 1, allow_empty=True).score == 50
 
 
 def test_a_harness_that_ends_well_without_results_failed(tmp_path):
@@ -98,7 +92,7 @@ def test_a_group_stands_for_its_tasks_each_once():
     names = [task.name for task in choose("pope,llava-1.5")]
     assert names[0] == "pope" and names.count("pope") == 1
     assert {"gqa", "textvqa_val", "vizwiz_vqa_val", "mme", "scienceqa_img", "seedbench"} < set(names)
-    assert choose("paper") == choose(None)
+    assert [task.name for task in choose(None)] == list(PAPER_COLUMNS.values())
 
 
 def test_mme_counts_a_picture_whose_two_answers_are_right_twice():
@@ -118,10 +112,6 @@ def test_mme_counts_a_picture_whose_two_answers_are_right_twice():
     assert len(samples) == 6 and len({sample.id for sample in samples}) == 6
     points = 100 * 3 / 6 + 100 * 1 / 3
     assert TASKS["mme"].score(samples) == pytest.approx(TASKS["mme"].percent(points, 6)) == pytest.approx(points / 20)
-
-
-def test_without_names_the_tasks_are_the_papers_table():
-    assert [task.name for task in choose(None)] == list(PAPER_COLUMNS.values())
 
 
 def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
@@ -260,9 +250,3 @@ def test_a_long_command_is_logged_and_says_how_far_it_is(tmp_path, monkeypatch, 
     code = "import sys, time; print('12%| 1/9', flush=True); time.sleep(1); print('last words'); sys.exit(3)"
     assert run_logged(["python3", "-c", code], tmp_path / "log", tmp_path, {"PATH": "/usr/bin:/bin"}, "pope") == 3
     assert "  pope: 12%| 1/9\n" in capsys.readouterr().err and (tmp_path / "log").read_text().endswith("last words\n")
-
-
-def test_the_harness_starter_tells_what_it_takes(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["launch", "nope"])
-    with pytest.raises(SystemExit, match="launch lmms_eval|lm_eval ARGUMENTS"):
-        launch.main()

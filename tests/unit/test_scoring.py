@@ -193,6 +193,14 @@ def test_scores_of_a_file_are_those_counted_by_hand(tmp_path, capsys):
     assert {row["kind"]: row["right"] for row in exact} == {"exact": 1, "yes_no": 1, "relaxed": 0, "all": 2}
 
 
+def test_an_answer_may_hold_what_ends_lines_of_text(tmp_path):
+    lines = [
+        json.dumps({"question_id": n, "text": "red\u2028", "expected": "red"}, ensure_ascii=False) for n in range(2)
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    assert [answer.score for answer in read_scored(tmp_path / "answers.jsonl")] == [1, 1]
+
+
 def test_two_files_are_paired_by_question_with_won_and_lost(tmp_path, capsys):
     first = [line(i, "red" if i < 20 else "blue", "red") for i in range(60)]
     second = [line(i, "red" if 5 <= i < 50 else "blue", "red") for i in reversed(range(60))]
