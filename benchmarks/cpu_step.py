@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.common import add_result_flags, alternate, preloaded_names, ratio, result_folder, spread, write_result
+from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -30,6 +30,7 @@ from llava.train.optim import PARTS, MasterWeights, set_trainable
 from llava.utils.commands import Parser, whole
 
 FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"
+CPU = torch.device("cpu")
 DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
 
 
@@ -52,36 +53,27 @@ def main() -> None:
     arms = tuple(DTYPES) if args.bf16 else (FP32,)
     steps = {arm: make_step(arm, args) for arm in arms}
     losses = {arm: step() for arm, step in steps.items()}
-    timed = {arm: seconds_of(step) for arm, step in steps.items()}
-    seconds = alternate(timed, args.repeats, warmup=1)
-    floors = {arm: floor(args, torch.float32 if arm == FP32 else torch.bfloat16) for arm in arms}
-    rows = [
-        {
-            "arm": arm,
-            "seconds": spread(seconds[arm])["median"],
-            "samples_per_second": args.samples / spread(seconds[arm])["median"],
-            **({"over_autocast": ratio(seconds[AUTOCAST], seconds[arm])["median"]} if args.bf16 else {}),
-            "floor_s": floors[arm],
-            "share_of_floor": floors[arm] / spread(seconds[arm])["median"],
-            "first_loss": losses[arm],
-        }
-        for arm in arms
-    ]
-    for row in rows:
-        print(row)
+    timed = {arm: lambda step=step: seconds(step, CPU) for arm, step in steps.items()}
+    times = alternate(timed, args.repeats, warmup=1)
+    rows = []
+    for arm in arms:
+        median, least = spread(times[arm])["median"], floor(args, torch.float32 if arm == FP32 else torch.bfloat16)
+        row = {"arm": arm, "seconds": median, "samples_per_second": args.samples / median}
+        row |= {"over_autocast": ratio(times[AUTOCAST], times[arm])["median"]} if args.bf16 else {}
+        rows.append(row | {"floor_s": least, "share_of_floor": least / median, "first_loss": losses[arm]})
+        print(rows[-1], flush=True)
     meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
-    threads, preloaded = torch.get_num_threads(), preloaded_names(os.environ)
-    meta |= {"torch_threads": threads, "preloaded": preloaded}
+    meta |= {"torch_threads": torch.get_num_threads(), "preloaded": preloaded_names(os.environ)}
     print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=result_folder(args), **meta))
 
 
 def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
     """A function that does one step and returns its loss."""
-    model = build_llava(PRESETS["demo"], torch.device("cpu"), DTYPES[arm], use_cache=False)
+    model = build_llava(PRESETS["demo"], CPU, DTYPES[arm], use_cache=False)
     set_trainable(model, frozenset(PARTS))
     model.get_model().mm_projector.float()
     model.padding_free = True
-    model.config._attn_implementation = packed_attention(None, torch.device("cpu"), DTYPES[arm])
+    model.config._attn_implementation = packed_attention(None, CPU, DTYPES[arm])
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = MasterWeights(parameters) if arm == MASTERS else None
     updated = masters.of(parameters) if masters else parameters
@@ -137,18 +129,7 @@ def seconds_of_product(rows: int, inputs: int, outputs: int, dtype: torch.dtype)
         torch.randn(shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
     passes = (lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.T @ x)
-    return sum(min(seconds_of(forward_or_backward)() for _ in range(10)) for forward_or_backward in passes)
-
-
-def seconds_of(work: Callable[[], Any]) -> Callable[[], float]:
-    """A function that does `work` and returns how many seconds it took."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-    return timed
+    return sum(min(seconds(forward_or_backward, CPU) for _ in range(10)) for forward_or_backward in passes)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Memory is the proportional share (PSS) of the process and of those that it start
 """
 
 import argparse
+import contextlib
 import io
 import itertools
 import json
@@ -21,14 +22,20 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from benchmarks import inputs
-from benchmarks.common import add_result_flags, result_folder, write_result
+from benchmarks.common import (
+    add_result_flags,
+    conversation_records,
+    memory_mib,
+    result_folder,
+    write_result,
+    write_texts,
+)
 from llava.utils.commands import Parser, whole
+from llava.utils.processes import descendants
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
 _PICTURES = 500  # different pictures, which repeat
@@ -39,7 +46,6 @@ def main() -> None:
     parser.add_argument("--records", type=whole(1), default=100_000)
     parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
     parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")
-    parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB); default: temporary")
     add_result_flags(parser, quick="a tenth of the records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,16 +55,15 @@ def main() -> None:
         return
     if args.quick:
         args.records, args.rows = args.records // 10, args.rows // 10
-    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder), args.records, args.rows, args.distinct)
     meta = {"distinct_records": args.distinct, "distinct_pictures": _PICTURES}
-    path = write_result("data_preflight", rows, folder=result_folder(args), **meta)
-    print(f"written to {path}")
+    print(write_result("data_preflight", rows, folder=result_folder(args), **meta))
 
 
 def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]:
     """A first and a second start for each kind of input."""
-    conversations = list(inputs.conversation_records(distinct, "x.jpg", text_only=0.1))
+    conversations = list(conversation_records(distinct, "x.jpg", text_only=0.1))
     pictures = [small_jpeg(seed) for seed in range(min(_PICTURES, records))]
     cases = [
         ("json and zip", write_json_and_zip(folder / "zip", conversations, pictures, records), True),
@@ -109,30 +114,16 @@ def run_watched(arguments: list[str | Path]) -> dict:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak, most = 0.0, 0
         while process.poll() is None:
-            sizes = proportional_memory(process.pid)
+            sizes = []
+            for member in (process.pid, *descendants(process.pid)):
+                with contextlib.suppress(OSError):  # it has just ended
+                    sizes.append(memory_mib(member, "Pss"))
             peak, most = max(peak, sum(sizes)), max(most, len(sizes))
             time.sleep(0.05)
         lines = process.stdout.read().strip().splitlines()
     if process.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     return json.loads(lines[-1]) | {"processes": most, "peak_mib": round(peak)}
-
-
-def proportional_memory(pid: int) -> list[float]:
-    """PSS in MiB of a process and of each of its descendants."""
-    sizes = []
-    try:
-        family = [psutil.Process(pid)]
-        family += family[0].children(recursive=True)
-    except psutil.Error:
-        return sizes
-    for member in family:
-        try:
-            lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
-            sizes.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024)
-        except (OSError, StopIteration):  # it has just ended
-            continue
-    return sizes
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -154,7 +145,7 @@ def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[b
         json.dumps(record | {"id": str(i)} | ({"image": f"{i % 100:05d}/{i}.jpg"} if "image" in record else {}))
         for i, record in numbered
     )
-    inputs.write_texts(folder / "data.json", texts)
+    write_texts(folder / "data.json", texts)
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
         for index in range(count):
             archive.writestr(f"{index % 100:05d}/{index}.jpg", pictures[index % len(pictures)])

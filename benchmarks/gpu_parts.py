@@ -1,201 +1,166 @@
 """The parts of benchmarks/gpu_check.py: what each shows, and how. Each runs in its own process."""
 
 import json
+import math
 import os
-import platform
+import re
 import shutil
+import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, package_versions
-from benchmarks.gpu_setting import Failed, NotRun, Setting, need, run_logged
-from benchmarks.gpu_training import demo, paths, zero
+from benchmarks.common import (
+    ROOT,
+    caption_records,
+    conversation_records,
+    write_photo,
+    write_records,
+    write_result,
+)
+from llava.utils.files import write_json
 
 MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
-# What is turned off if a package is missing.
-LACKING = {
-    "deepspeed": "parts zero2_*, zero3_* and offload_3b do not run, paths resumes nothing",
-    "flash-attn": "attention by PyTorch's own variable-length kernel, or by SDPA with a mask",
-    "liger-kernel": "plain norms, MLPs and rotary embedding; the chunked loss head",
-    "peft": "no LoRA",
-    "pytest": "part tests does not run",
-    "matplotlib": "part mfu has a table and no figure",
-    "gguf": "part demo takes a language model with random weights",
-    "ninja": "DeepSpeed cannot build ops (offload)",
-}
-# The modules of packages that may be installed and yet not fit the installed PyTorch.
-COMPILED = {"deepspeed": "deepspeed", "flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
+SCRIPTS = {1: "pretrain", 2: "finetune"}
 
 
-def run(setting: Setting) -> None:
-    """Runs the part and writes what it found, or why it found nothing."""
-    start, status, reason = time.monotonic(), MEASURED, ""
-    shutil.rmtree(setting.work, ignore_errors=True)  # of a call that was killed
-    setting.work.mkdir(parents=True)
-    try:
-        PARTS[setting.name].run(setting)
-    except NotRun as missing:
-        status, reason = NOT_RUN, str(missing)
-    except Failed as wrong:
-        status, reason = FAILED, str(wrong)
-    except Exception as error:
-        traceback.print_exc()
-        status, reason = FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (log: {setting.log})"
-    setting.write(status, reason, time.monotonic() - start)
+class NotRun(Exception):
+    """A part cannot run on this machine; the message says what is missing."""
 
 
-# --- environment and tests --------------------------------------------------------------------------------------------
+class Failed(Exception):
+    """A part found something wrong; the message says what."""
 
 
-def environment(setting: Setting) -> None:
-    """GPU, driver and versions; what is missing and what that turns off."""
-    import torch
-    import transformers
+@dataclass
+class PartRun:
+    """A part's name, its files and folders, and what it measures."""
 
-    from llava.model.attention import packed_attention
+    name: str
+    output_dir: Path
+    cpu: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(what: str, state: Any, without: str = "") -> None:
-        setting.rows.append({"what": what, "found": str(state), "without it": without})
+    @property
+    def result(self) -> Path:
+        return self.output_dir / f"gpu_{self.name}.json"
 
-    gpu = not setting.cpu
-    if gpu:
-        properties = torch.cuda.get_device_properties(0)
-        smi = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        ).stdout.split()
-        add(
-            "GPU",
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
-        )
-        add("driver", smi[0] if smi else "unknown")
-    add("CUDA of PyTorch", torch.version.cuda)
-    for name, version in {"python": platform.python_version(), "torch": torch.__version__}.items():
-        add(name, version)
-    add("transformers", transformers.__version__)
-    versions = package_versions([*LACKING, "accelerate", "triton"])
-    for name in ("accelerate", "triton"):
-        add(name, versions.get(name, "missing"))
-    for name, off in LACKING.items():
-        version, broken = versions.get(name, "missing"), ""
-        if name in versions and name in COMPILED and (broken := import_error(COMPILED[name])):
-            version += f", but cannot be imported: {broken}"
-        add(name, version, off if broken or name not in versions else "")
-    device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
-    add("attention over packed samples", packed_attention(None, device, dtype))
+    @property
+    def log(self) -> Path:
+        return self.output_dir / "logs" / f"{self.name}.log"
+
+    @property
+    def work(self) -> Path:
+        """Folder of models, data and runs, which is removed afterwards."""
+        return self.output_dir / "work" / self.name
+
+    @property
+    def command(self) -> str:
+        return f"bash benchmarks/gpu_check.sh{' --cpu' * self.cpu} --parts {self.name}"
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row, and writes it where `measured_rows` finds it if the part is killed."""
+        self.rows.append(row)
+        write_json(self.work / "rows.json", {"rows": self.rows})
+
+    def measured_rows(self) -> list[dict[str, Any]]:
+        """The rows that the part's process, or benchmarks/train_step.py for it, has written so far."""
+        files = [file for name in ("rows.json", "train_step.json") if (file := self.work / name).is_file()]
+        return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+
+    def write(self, status: str, reason: str, seconds: float) -> None:
+        """Writes the result, from which the table is made."""
+        if not self.cpu:
+            import torch  # noqa: F401  (a result names the GPU only where it is loaded)
+        meta = {"command": self.command, "on": "cpu" if self.cpu else "gpu", "status": status}
+        meta |= {"reason": " ".join(reason.split()), "seconds": round(seconds, 1)}
+        write_result(self.result.stem, self.rows, folder=self.output_dir, **meta)
+
+    def execute(self) -> None:
+        """Runs the part and writes what it measured, or why it measured nothing."""
+        start, status, reason = time.monotonic(), MEASURED, ""
+        shutil.rmtree(self.work, ignore_errors=True)  # of a call that was killed
+        self.work.mkdir(parents=True)
+        try:
+            PARTS[self.name].run(self)
+        except NotRun as missing:
+            status, reason = NOT_RUN, str(missing)
+        except Failed as wrong:
+            status, reason = FAILED, str(wrong)
+        except Exception as error:
+            traceback.print_exc()
+            status, reason = FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (log: {self.log})"
+        self.write(status, reason, time.monotonic() - start)
 
 
-def import_error(module: str) -> str:
-    """The last line that importing `module` prints in its own process; empty if the import works."""
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+def need(*packages: str) -> None:
+    """Raises NotRun if one of the packages is not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise NotRun(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
 
 
-def tests(setting: Setting) -> None:
-    """`pytest -m gpu`, a row per test."""
+def run_logged(part: PartRun, name: str, command: list[Any], variables: dict[str, Any] | None = None) -> str:
+    """Runs a command, logs its output to its own file, and returns that text.
+
+    Raises:
+        Failed: the exit status is not 0; the message has the last error that was printed.
+    """
+    path = part.log.with_name(f"{part.name}-{name}.log")
+    words = [str(word) for word in command]
+    print(f"{' '.join(words)} (log: {path})", flush=True)
+    environment = os.environ | {key: str(value) for key, value in (variables or {}).items()}
+    with path.open("w") as log:
+        code = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+    text = path.read_text(errors="replace")
+    if code:
+        raise Failed(f"{name} ended with {code}: {last_error(text)} (log: {path})")
+    return text
+
+
+def last_error(text: str) -> str:
+    """The last line that says what went wrong, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\S+ )*error:|[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["it printed nothing"])[-1][:300]
+
+
+# --- tests and speed --------------------------------------------------------------------------------------------------
+
+
+def tests(part: PartRun) -> None:
+    """`pytest -m gpu`."""
     need("pytest")
-    report = setting.work / "report.xml"
     files = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in p.read_text()]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    try:
-        run_logged(setting, "pytest", [*command, *map(str, files)])
-    except Failed:
-        if not report.is_file():
-            raise
-    setting.rows += test_rows(report)
-    if wrong := [row["test"] for row in setting.rows if row["failed"]]:
-        raise Failed(f"{', '.join(wrong)} (log: {setting.log.with_name('tests-pytest.log')})")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rsf", "-p", "no:cacheprovider", *files]
+    part.add({"result": run_logged(part, "pytest", command).splitlines()[-1]})
 
 
-def test_rows(report: Path) -> list[dict[str, Any]]:
-    """Passed, failed and skipped cases of every test in a JUnit report, and why cases were skipped."""
-    counts: dict[str, Counter] = {}
-    reasons: dict[str, str] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = case.get("name").partition("[")[0] or case.get("classname")
-        states = {child.tag for child in case} & {"failure", "error", "skipped"}
-        counts.setdefault(name, Counter())[
-            "skipped" if states == {"skipped"} else "failed" if states else "passed"
-        ] += 1
-        if states == {"skipped"}:
-            reasons[name] = case.find("skipped").get("message", "")
-    return [
-        {
-            "test": name,
-            **{state: tally[state] for state in ("passed", "failed", "skipped")},
-            "why": reasons.get(name, ""),
-        }
-        for name, tally in counts.items()
-    ]
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
-
-
-def step(setting: Setting, stage: int) -> None:
-    """The arms of benchmarks/train_step.py at the recipe's micro-batches."""
-    options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2]
-    tiny = ["--quick", "--micro-batch-tokens", 512, "--arms", "packed", "padded", "packed_sdpa", "no_norm"]
-    step_rows(setting, ["--stages", stage, *(tiny if setting.cpu else options)])
-
-
-def mfu(setting: Setting) -> None:
-    """MFU over the size of the micro-batch, and its figure."""
+def step(part: PartRun, arms: list[str]) -> None:
+    """Arms of benchmarks/train_step.py at the recipe's micro-batches; rows remain if one of them fails."""
     from llava.train.kernels import has_liger
 
-    # Besides PyTorch's own kernels, what a recipe chooses where Liger is installed and no ZeRO-3 splits the tower.
-    arms = ["--arms", "packed", *["liger_compiled_tower"] * (has_liger() and not setting.cpu)]
-    sizes = [1024, 2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768]
-    options = ["--micro-batch-tokens", *sizes, "--steps", 4, "--repeats", 1, "--micro-batches", 2]
-    tiny = ["--quick", "--micro-batch-tokens", 256, 512]
-    step_rows(setting, [*(tiny if setting.cpu else options), *arms])
-    if find_spec("matplotlib") is None:
-        print("no figure: matplotlib is not installed", flush=True)
-        return
-    draw(setting.rows, setting.output_dir / "gpu_mfu.png")
-    setting.figures.append("gpu_mfu.png")
-
-
-def step_rows(setting: Setting, options: list[Any]) -> None:
-    """Adds the rows of a run of benchmarks/train_step.py, even if an arm failed."""
-    command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", setting.work, *options]
+    if part.cpu:
+        options = ["--quick", "--micro-batch-tokens", 512, "--arms", "packed", "padded"]
+    else:
+        runnable = [arm for arm in arms if has_liger() or not arm.startswith("liger")]
+        options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2, "--arms", *runnable]
     try:
-        run_logged(setting, "train_step", command)
+        command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", part.work, *options]
+        run_logged(part, "train_step", command)
     finally:
-        setting.rows += setting.measured_rows()
+        part.rows += part.measured_rows()
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws MFU (TFLOP/s if the device's peak is unknown) over tokens per micro-batch, a line per stage and arm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in rows if "failed" not in row]
-    quantity = "mfu" if rows and all("mfu" in row for row in rows) else "tflops"
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for stage, arm in sorted({(row["stage"], row["arm"]) for row in rows}):
-        points = sorted((r["micro_batch_tokens"], r[quantity]) for r in rows if (r["stage"], r["arm"]) == (stage, arm))
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"stage {stage}, {arm}")
-    axes.set(xlabel="tokens of a micro-batch", ylabel="MFU" if quantity == "mfu" else "TFLOP/s", ylim=(0, None))
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def vs_upstream(setting: Setting) -> None:
+def vs_upstream(part: PartRun) -> None:
     """Samples per second over those of LLaVA 1.2.2, in bf16; raises NotRun if its environment is missing."""
     upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream"))
     if not (upstream / "baseline.stamp").is_file():
@@ -204,16 +169,193 @@ def vs_upstream(setting: Setting) -> None:
             "makes it where there is a network"
         )
     need("sentencepiece")
-    shapes = "--hidden 3072 --intermediate 8192 --layers 28 --heads 24 --kv-heads 24 --vocabulary 32000 "
-    shapes += "--vision-hidden 1024 --vision-layers 24 --image-size 336 --bf16 --batch 8 --steps 12 --repeats 1"
-    options = ["--steps", "6", "--repeats", "1", "--stages", "finetune"] if setting.cpu else shapes.split()
-    command = [sys.executable, "-m", "benchmarks.vs_upstream", "--size", "tiny", "--work", setting.work / "runs"]
-    run_logged(setting, "vs_upstream", [*command, "--output-dir", setting.work, *options])
-    for result in sorted(setting.work.glob("vs_upstream_tiny_*.json"), reverse=True):  # stage 1 first
-        setting.rows += json.loads(result.read_text())["rows"]
+    options = ["--size", "3b", "--bf16", "--batch", 8, "--steps", 12, "--repeats", 1]
+    if part.cpu:
+        options = ["--size", "tiny", "--steps", 6, "--repeats", 1, "--stages", "finetune"]
+    command = [sys.executable, "-m", "benchmarks.vs_upstream", "--output-dir", part.work, *options]
+    run_logged(part, "vs_upstream", command)
+    for result in sorted(part.work.glob("vs_upstream_*.json"), reverse=True):  # stage 1 first
+        part.rows += json.loads(result.read_text())["rows"]
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+
+def train(part: PartRun, stage: int, variables: dict[str, Any], way: str = "") -> tuple[list[dict[str, Any]], str]:
+    """Runs the stage's script; returns the log lines of its steps, and what it printed.
+
+    Args:
+        way: a name for the run's folder and log, where a part runs a stage more than once.
+    """
+    folder, script = part.work / way / f"stage{stage}", SCRIPTS[stage]
+    common = {"NUM_GPUS": 0 if part.cpu else 1, "OUTPUT_DIR": folder, "REPORT_TO": "none", "SAVE_STRATEGY": "no"}
+    if part.cpu:
+        common |= {"BF16": "False", "NUM_WORKERS": 0}
+    first = folder.with_name("stage1") / "mm_projector.bin"
+    adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
+    if "DATA_PATH" not in variables:
+        common |= {"DATA_PATH": variables["IMAGE_FOLDER"].with_name(f"{script}.json")}
+    command = ["bash", f"scripts/{script}.sh", "--disable_tqdm", "True"]
+    environment = {"LLAVA_PYTHON": sys.executable} | common | variables | adapter
+    log = run_logged(part, f"{way}-{script}".lstrip("-"), command, environment)
+    if not way:  # a disk may not hold a 7B model's weights twice
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+    lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line], log
+
+
+def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Losses, memory and rates of a run, the rates as the median of its second half.
+
+    Raises:
+        Failed: a loss is not finite.
+    """
+    losses = [line["loss"] for line in lines]
+    if not losses or not all(map(math.isfinite, losses)):
+        raise Failed(f"the losses of a run are {losses}; expected finite numbers")
+    row = {"steps": len(lines), "first_loss": losses[0], "last_loss": losses[-1]}
+    for name in ("tokens_per_second", "model_tflops_per_second", "mfu"):
+        values = [line[name] for line in lines[len(lines) // 2 :] if name in line]
+        row |= {name: statistics.median(values)} if values else {}
+    return row | {"peak_memory_gib": lines[-1]["peak_memory_gib"]}
+
+
+WAYS = {
+    "as it is": {},
+    "norm before the MLP": {"PROJECTOR": "pre_layernorm_mlp2x_gelu", "NORM": "none"},
+    "LoRA": {"LORA": 1},
+    "ZeRO-3": {"DEEPSPEED_CONFIG": "deepspeed_configs/zero3.json"},
+}
+"""Variables of the scripts."""
+
+
+def demo(part: PartRun) -> None:
+    """`WAYS` to train the demo, side by side, on inputs that the playground makes; a row per way.
+
+    Raises:
+        Failed: one of them failed; the others have run to their end.
+    """
+    common, wrong, one_at_a_time = demo_inputs(part), [], threading.Lock()
+
+    def run(way: str) -> None:
+        try:
+            row = {"way": way} | training_row(one_way(part, way, common | WAYS[way]))
+        except Failed as reason:
+            wrong.append(f"{way}: {reason}")
+            return
+        with one_at_a_time:
+            part.add(row)
+
+    ways = [way for way in WAYS if find_spec("deepspeed") or way != "ZeRO-3"]
+    with ThreadPoolExecutor(2 if part.cpu else len(ways)) as pool:
+        list(pool.map(run, ways))
+    if wrong:
+        raise Failed("; ".join(wrong))
+
+
+def one_way(part: PartRun, way: str, variables: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both stages, answers of the model, and stage 2's second half once more from its checkpoint; the steps' lines.
+
+    Raises:
+        Failed: a command failed, or the second half's losses are not those of the first time.
+    """
+    name, again = way.replace(" ", "-"), f"{way.replace(' ', '-')}-resumed"
+    train(part, 1, variables, name)
+    variables = variables | {"SAVE_STRATEGY": "steps", "SAVE_STEPS": 2, "SAVE_TOTAL_LIMIT": 2}
+    lines, _ = train(part, 2, variables, name)
+    (part.work / again / "stage2").mkdir(parents=True)
+    shutil.move(part.work / name / "stage2/checkpoint-2", part.work / again / "stage2")
+    shutil.move(part.work / name / "stage1", part.work / again / "stage1")
+    later, _ = train(part, 2, variables, again)
+    losses, repeated = ([line["loss"] for line in some[-2:]] for some in (lines, later))
+    if not all(math.isclose(*pair, rel_tol=1e-2) for pair in zip(losses, repeated, strict=True)):
+        raise Failed(f"the losses after checkpoint-2 are {repeated} when resumed, and were {losses} before")
+    heldout = part.work / "playground/scenes/heldout.json"
+    command = [sys.executable, "-m", "llava.eval.answer", "--model-path", part.work / name / "stage2"]
+    command += ["--model-base", variables["MODEL_PATH"]] if "LORA" in variables else []
+    command += ["--data", heldout, "--image-folder", heldout.with_name("images"), "--max-new-tokens", 8]
+    run_logged(part, f"{name}-answers", [*command, "--output", part.work / f"{name}.jsonl"])
+    return lines
+
+
+def demo_inputs(part: PartRun) -> dict[str, Any]:
+    """Makes pictures and a vision tower, and takes SmolLM2 if it or its wheel is there; the scripts' variables."""
+    root = part.work / "playground"
+    playground = [sys.executable, "-m", "playground"]
+    numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
+    run_logged(part, "scenes", [*playground, "scenes", "--root", root, *numbers])
+    run_logged(part, "tower", [*playground, "tower", "--root", root, "--steps", 4])
+    model = ROOT / "playground/data/smollm2-135m-instruct"
+    try:
+        if part.cpu:
+            raise Failed("a CPU takes tiny shapes")
+        run_logged(part, "smollm2", [*playground, "smollm2"])
+    except Failed as why:
+        print(f"a language model with random weights: {why}", flush=True)
+        write_models(part, "tiny" if part.cpu else "demo")
+        model = part.work / "language_model"
+    variables = {"PRESET": "demo", "MODEL_PATH": model, "VISION_TOWER": root / "siglip-scenes", "MAX_STEPS": 4}
+    return variables | {"IMAGE_FOLDER": root / "scenes/images"}
+
+
+def write_models(part: PartRun, preset: str, *options: Any) -> None:
+    """Writes `language_model` and `tower` into the part's folder, by a process that frees the GPU when it ends."""
+    run_logged(part, "models", [sys.executable, "-m", "benchmarks.shapes", preset, part.work, *options])
+
+
+def zero(part: PartRun, preset: str, config: str) -> None:
+    """Both stages in a preset's shapes with a file of deepspeed_configs on one GPU; peak memory beside the estimate.
+
+    Stage 2 has fewer layers where the states of the whole model exceed the GPU's memory.
+    """
+    need("deepspeed")
+    batch, steps = (4, 2) if part.cpu else (32, 4)
+    variables = {"PRESET": preset, "VISION_TOWER": part.work / "tower", "MODEL_PATH": part.work / "language_model"}
+    variables |= {"DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json", "IMAGE_FOLDER": part.work}
+    variables |= {"GLOBAL_BATCH": batch, "PER_DEVICE_BATCH": 1, "MAX_STEPS": steps}
+    variables |= {"DATA_PATH": part.work / "records.json"}
+    if part.cpu:
+        variables |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
+    write_photo(part.work / "photo.jpg", 384, 384)
+    for stage in SCRIPTS:
+        layers = None if part.cpu or stage == 1 or "offload" in config else layers_that_fit(preset)
+        if stage == 1 or layers:
+            write_models(part, "tiny" if part.cpu else preset, *(["--layers", layers] if layers else []))
+        if stage == 1:
+            records = caption_records(batch * steps, "photo.jpg")
+        else:
+            records = conversation_records(batch * steps, "photo.jpg", text_only=1 / 11)
+        write_records(part.work / "records.json", records)
+        lines, log = train(part, stage, variables)
+        row = {"stage": stage, "config": config, "layers": layers or "all"} | training_row(lines)
+        row["estimate_gib"] = estimated_gib(log)
+        if not part.cpu:  # on a CPU the peak is that of the whole process
+            row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
+        part.add(row)
+
+
+def layers_that_fit(preset: str) -> int | None:
+    """Decoder layers whose states, 18 bytes per trained weight, leave memory for activations; None: all of them."""
+    # Not by PyTorch, which would hold memory on the GPU while the training runs.
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    large_card = int(subprocess.check_output(command, text=True).split()[0]) > 100 * 1024  # MiB
+    return {"llama-3.2-3b": None if large_card else 16, "qwen2.5-7b": 12 if large_card else 4}[preset]
+
+
+def estimated_gib(log: str) -> float:
+    """The total, in GiB, of the last memory estimate that a run printed.
+
+    Raises:
+        Failed: the log has none.
+    """
+    totals = re.findall(r"total with working space ([\d.]+) of ", log)
+    if not totals:
+        raise Failed("the run printed no line 'total with working space', which holds the memory estimate")
+    return float(totals[-1])
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,33 +364,27 @@ class Part:
 
     what: str
     minutes: float
-    run: Callable[[Setting], None]
+    run: Callable[[PartRun], None]
 
 
 def zero_part(preset: str, config: str, minutes: float) -> Part:
-    return Part(
-        f"{config}.json, shapes of {preset}: both stages, memory", minutes, partial(zero, preset=preset, config=config)
-    )
+    what = f"{config}.json, shapes of {preset}: both stages, memory"
+    return Part(what, minutes, partial(zero, preset=preset, config=config))
 
 
-def step_part(stage: int, minutes: float) -> Part:
-    what = f"stage {stage}, arms of a step in 3B shapes: MFU, tokens/s, memory, host syncs"
-    return Part(what, minutes, partial(step, stage=stage))
-
-
+RECIPES_ARMS = ["packed", "liger", "liger_compiled_tower"]
+OTHER_ARMS = ["packed", "no_norm", "layernorm", "compiled", "padded"]  # the last may need more than 80 GB
 # The most valuable first: what --minutes leaves no time for is at the end.
 PARTS = {
-    "environment": Part("GPU, driver and versions; what is missing and what that turns off", 1, environment),
-    "demo": Part("the demo preset, both stages", 3, demo),
+    "step_3b": Part("a step in 3B shapes, both stages, as the recipes run it: MFU, tokens/s, memory, host "
+                    "syncs", 3, partial(step, arms=RECIPES_ARMS)),
     "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 1, tests),
-    "paths": Part("LoRA, resume, further projectors, answers and analysis, each on the demo", 3, paths),
-    "step1_3b": step_part(1, 3),
-    "step2_3b": step_part(2, 3),
+    "demo": Part("the demo: both stages, resume and answers, by LoRA, with another projector, under ZeRO-3", 4, demo),
     "zero3_3b": zero_part("llama-3.2-3b", "zero3", 4),
     "zero2_3b": zero_part("llama-3.2-3b", "zero2", 4),
     "zero3_7b": zero_part("qwen2.5-7b", "zero3", 5),
     "zero2_7b": zero_part("qwen2.5-7b", "zero2", 5),
-    "vs_upstream": Part("tokens/s over upstream's own code path in bf16", 6, vs_upstream),
-    "mfu": Part("MFU over the size of the micro-batch, with a figure", 6, mfu),
+    "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 6, vs_upstream),
+    "arms_3b": Part("a step in 3B shapes: other norms, compiled layers, padding", 6, partial(step, arms=OTHER_ARMS)),
     "offload_3b": zero_part("llama-3.2-3b", "zero3_offload", 5),
-}
+}  # fmt: skip

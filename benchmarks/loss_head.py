@@ -6,14 +6,14 @@ in its own process, because peak memory is counted per process.
 
 import argparse
 import json
-import resource
 import sys
-import time
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.common import add_result_flags, result_folder, run_json, spread, write_result
+from benchmarks.common import add_result_flags, peak_mib, result_folder, run_json, spread, write_result
+from benchmarks.norm_layer import seconds
 from llava.model.loss import chunked_loss
 from llava.utils.commands import Parser, whole
 
@@ -34,79 +34,62 @@ def main() -> None:
     parser.add_argument("--hidden", type=whole(1), default=512, help="hidden size; real models have 3072 to 3584")
     parser.add_argument("--repeats", type=whole(1), default=3)
     parser.add_argument("--frozen-head", action="store_true", help="stage 1: no gradient of the head's weight")
-    parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     add_result_flags(parser, quick="one repeat of the smallest")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.vocabularies = 1, [min(args.vocabularies)]
-    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     if args.one:
         variant, vocabulary = args.one.split(":")
         print(json.dumps(measure(variant, int(vocabulary), args)))
         return
     rows = []
     for vocabulary in args.vocabularies:
-        measured = {}
-        for variant in VARIANTS:
-            command = [sys.executable, "-m", "benchmarks.loss_head", "--one", f"{variant}:{vocabulary}"]
-            command += [*sys.argv[1:]]
-            measured[variant] = run_json(command)
+        command = [sys.executable, "-m", "benchmarks.loss_head", *sys.argv[1:], "--one"]
+        measured = {variant: run_json([*command, f"{variant}:{vocabulary}"]) for variant in VARIANTS}
         losses = [m["loss"] for m in measured.values()]
         if max(losses) - min(losses) > 1e-3 * max(losses):
             sys.exit(f"error: the variants disagree about the loss: {dict(zip(measured, losses, strict=True))}")
+        plain = measured["all_rows"]
         for variant, result in measured.items():
-            result |= {"vocabulary": vocabulary, "variant": variant}
-            result["memory_over_all_rows"] = result["peak_mib"] / measured["all_rows"]["peak_mib"]
-            result["time_over_all_rows"] = result["seconds"] / measured["all_rows"]["seconds"]
-            rows.append(result)
-            print(
-                f"C {vocabulary:7,}  {variant:16} {result['seconds']:8.3f} s  {result['peak_mib']:9.1f} MiB  "
-                f"{result['memory_over_all_rows']:.3f} of all_rows' memory, "
-                f"{result['time_over_all_rows']:.3f} of its time"
-            )
-    names = ("tokens", "supervised", "hidden", "dtype", "frozen_head", "repeats")
-    meta = {name: getattr(args, name) for name in names}
-    print(write_result(f"loss_head{args.suffix}", rows, folder=result_folder(args), **meta))
+            ratios = {"memory_over_all_rows": result["peak_mib"] / plain["peak_mib"]}
+            ratios["time_over_all_rows"] = result["seconds"] / plain["seconds"]
+            rows.append({"vocabulary": vocabulary, "variant": variant} | result | ratios)
+            print(rows[-1], flush=True)
+    meta = {name: getattr(args, name) for name in ("tokens", "supervised", "hidden", "frozen_head", "repeats")}
+    print(write_result("loss_head", rows, folder=result_folder(args), dtype=str(precision()), **meta))
 
 
-def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict:
+def precision() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a forward and backward pass, and the memory it needs beyond inputs, weight and their gradients."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, args.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    weight = (torch.randn(vocabulary, args.hidden, device=device) / args.hidden**0.5).to(dtype)
+    weight = (torch.randn(vocabulary, args.hidden, device=device) / args.hidden**0.5).to(precision())
     weight.requires_grad_(not args.frozen_head)
-    hidden = torch.randn(args.tokens, args.hidden, device=device).to(dtype).requires_grad_()
+    hidden = torch.randn(args.tokens, args.hidden, device=device).to(precision()).requires_grad_()
     labels = torch.randint(vocabulary, (args.tokens,), device=device)
     labels[torch.rand(args.tokens, device=device) >= args.supervised] = -100
     hidden.grad, weight.grad = torch.zeros_like(hidden), None if args.frozen_head else torch.zeros_like(weight)
+    losses = []
 
-    def step() -> float:
-        if variant == "all_rows":
-            loss = all_rows_loss(hidden, weight, labels)
-        else:
-            rows = labels != -100
-            loss = VARIANTS[variant](hidden[rows], weight, labels[rows])
+    def step() -> None:
+        rows = slice(None) if variant == "all_rows" else labels != -100
+        loss = VARIANTS[variant](hidden[rows], weight, labels[rows])
         loss.backward()
-        return loss.item()
+        losses.append(loss.item())
 
-    before = peak_mib(device)
-    loss = step()
-    peak = peak_mib(device) - before
-    seconds = []
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return {"loss": loss, "peak_mib": round(peak, 1), "seconds": spread(seconds)["median"]}
+    def peak() -> float:
+        return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else peak_mib()
 
-
-def peak_mib(device: str) -> float:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    before = peak()
+    step()
+    memory = peak() - before
+    times = [seconds(step, device) for _ in range(args.repeats)]
+    return {"loss": losses[0], "peak_mib": round(memory, 1), "seconds": spread(times)["median"]}
 
 
 if __name__ == "__main__":

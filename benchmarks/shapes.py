@@ -8,6 +8,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from benchmarks.common import ROOT
 from llava.model.language_model.families import LLAVA_CLASSES
+from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER
-from llava.utils.commands import Parser
+from llava.utils.commands import Parser, whole
 
 MODELS = Path(__file__).with_name("models")
 TOKENIZER = ROOT / "tests/golden/train/inputs/qwen_untied"  # 600 tokens, so that its ids fit every vocabulary
@@ -27,9 +29,6 @@ STAGES = {1: {ADAPTER}, 2: {VISION_TOWER, ADAPTER, LANGUAGE_MODEL}}
 def sizes_of(name: str) -> dict[str, Any]:
     """The content of `models/<name>.json`."""
     return json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-SO400M = {name: value for name, value in sizes_of("siglip-so400m").items() if name != "model_type"}
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,17 @@ def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fiel
     return _made(lambda: classes.causal_lm(config), device, dtype).train()
 
 
-def write_language_model(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
-    """Writes a folder like a published language model's, with random weights and a tokenizer of 600 tokens."""
+def write_language_model(
+    name: str, folder: Path, device: torch.device, dtype: torch.dtype, layers: int | None = None
+) -> Path:
+    """Writes a folder like a published language model's, with random weights and a tokenizer of 600 tokens.
+
+    Args:
+        layers: how many decoder layers, if not all.
+    """
     special = {"bos_token_id": 597, "eos_token_id": 599}  # the tokenizer's
-    config = AutoConfig.for_model(**sizes_of(name), **special)
+    fewer = {"num_hidden_layers": layers} if layers else {}
+    config = AutoConfig.for_model(**sizes_of(name) | special | fewer)
     _made(lambda: AutoModelForCausalLM.from_config(config), device, dtype).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, folder)
@@ -103,17 +109,17 @@ def write_tower(name: str, folder: Path, device: torch.device, dtype: torch.dtyp
     return folder
 
 
-def with_fewer_layers(folder: Path, layers: int, target: Path) -> Path:
-    """Makes the model folder `target`, which uses the first `layers` layers of the weights in `folder` by links."""
-    target.mkdir(parents=True)
-    for file in folder.iterdir():
-        (target / file.name).symlink_to(file.resolve())
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": layers}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:layers]
-    (target / "config.json").unlink()
-    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return target
+def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """A projector that ends in `norm`; the projectors of all norms have the same weights."""
+    config = SimpleNamespace(
+        mm_projector_type="mlp2x_gelu",
+        mm_hidden_size=model.config.mm_hidden_size,
+        hidden_size=model.config.hidden_size,
+        mm_projector_norm=norm,
+        mm_projector_norm_target=3.2,
+    )
+    torch.manual_seed(1)
+    return build_vision_projector(config).to(device=device, dtype=dtype).train()
 
 
 def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -132,10 +138,11 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=whole(1), help="decoder layers; default: all")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     where = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
-    write_language_model(args.preset, args.folder / "language_model", *where)
+    write_language_model(PRESETS[args.preset].name, args.folder / "language_model", *where, args.layers)
     write_tower(PRESETS[args.preset].tower_name, args.folder / "tower", *where)
 
 

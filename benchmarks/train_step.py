@@ -1,10 +1,9 @@
-"""Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend, loss head and norm.
+"""Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend and norm.
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
 Each arm differs from the first in one thing. Arms take turns; compiled layers and Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
-is 1, as it is for a stage in which no size fits. A micro-batch has the recipe's tokens, or as many as fit by the memory
-estimate; where padding makes it too large, an arm takes the same samples in several pieces.
+is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate.
 """
 
 import argparse
@@ -13,11 +12,10 @@ import math
 import random
 import sys
 import time
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,13 +23,11 @@ from accelerate.utils import send_to_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.common import add_result_flags, alternate, result_folder, spread, write_result
-from benchmarks.host_syncs import TREE, Lines, gpu_syncs
-from benchmarks.shapes import PRESETS, STAGES, build_llava
+from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
-from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
 from llava.train.kernels import apply_liger, compile_layers, has_liger
 from llava.train.memory import estimate_memory, layers_to_recompute, memory_budget
@@ -58,27 +54,12 @@ class Arm:
     layers: str = PLAIN
 
 
-class NothingFits(Exception):
-    """No requested size fits by the memory estimate; the message names the sizes and their estimates."""
-
-
-@dataclass
-class Pieces:
-    """A micro-batch on the device, whole or in pieces, with its counts."""
-
-    batches: list[Any]
-    targets: int
-    positions: int  # of the largest piece, with its padding
-
-
 def main() -> int:
     parser = Parser(description=__doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument(
-        "--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; those that do not fit are skipped"
-    )
+    parser.add_argument("--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; default: the recipe's that fits")
     parser.add_argument("--micro-batches", type=whole(1), default=4, help="different micro-batches, used in turn")
     parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of every arm in every round")
     parser.add_argument("--repeats", type=whole(1), default=3, help="rounds")
@@ -86,7 +67,6 @@ def main() -> int:
         "--arms", nargs="+", help="default: all that run here but `compiled`, which compiles for minutes"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     add_result_flags(parser, quick="one round of two steps")
     args = parser.parse_args()
     if args.quick:
@@ -99,23 +79,19 @@ def main() -> int:
     names = args.arms or [name for name, arm in arms.items() if arm.layers != COMPILED]
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
     meta["activation_checkpointing"] = args.activation_checkpointing
-    write = partial(write_result, f"train_step{args.suffix}", folder=result_folder(args), dtype=str(dtype), **meta)
-    measured, rows, failed = [], [], []
+    write = partial(write_result, "train_step", folder=result_folder(args), dtype=str(dtype), **meta)
+    measured, rows = [], []
     for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
         chosen = [arms[name] for name in names if arms[name].layers == layers]
         for stage in args.stages if chosen else ():
-            try:
-                for of_size in measure(args, stage, chosen, device, dtype):
-                    measured += of_size
-                    rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
-                    if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
-                        write(rows=rows)
-            except NothingFits as reason:
-                failed.append(f"stage {stage}, {layers} layers: {reason}")
+            for of_size in measure(args, stage, chosen, device, dtype):
+                measured += of_size
+                rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
+                if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
+                    write(rows=rows)
             release(device)  # the model of one stage must be gone before the next
-    if rows:
-        print(write(rows=rows))
-    failed += [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
+    print(write(rows=rows))
+    failed = [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
     if failed:
         print("error: " + "; ".join(failed), file=sys.stderr)
     return int(bool(failed))
@@ -179,26 +155,14 @@ def expanded(sample: Sample, visual: int) -> int:
     return len(sample["input_ids"]) + (visual - 1) * ("images" in sample)
 
 
-def sizes(args: argparse.Namespace, stage: int, device: torch.device, fits: Callable[[int], str]) -> list[int]:
-    """Tokens of a micro-batch: those requested if they fit, or the recipe's, lowered until they fit.
-
-    Raises:
-        NothingFits: none of those requested fits.
-    """
-    if args.micro_batch_tokens:
-        reasons = {tokens: fits(tokens) for tokens in args.micro_batch_tokens}
-        if all(reasons.values()):
-            tried = "; ".join(f"{tokens} tokens: {reason}" for tokens, reason in reasons.items())
-            raise NothingFits(f"no --micro-batch-tokens fits ({tried}); pass smaller sizes")
-        for tokens, reason in reasons.items():
-            if reason:
-                print(f"stage {stage}: micro-batches of {tokens} tokens are left out: {reason}", flush=True)
-        return [tokens for tokens, reason in reasons.items() if not reason]
-    tokens = first = recipe_tokens(args.preset, stage) if device.type == "cuda" else CPU_TOKENS
-    while (reason := fits(tokens)) and tokens > LONGEST:
+def fitting_tokens(preset: str, stage: int, device: torch.device, estimate: Callable[[int], float]) -> int:
+    """Tokens of the recipe's micro-batch, lowered until `estimate`, in bytes, fits on the device."""
+    tokens, budget = recipe_tokens(preset, stage) if device.type == "cuda" else CPU_TOKENS, memory_budget(device, 0)
+    while (needed := estimate(tokens)) > budget and tokens > LONGEST:
+        print(f"stage {stage}: {tokens} tokens need {needed / 2**30:.1f} of {budget / 2**30:.1f} GiB usable, by the "
+              "memory estimate; fewer are taken", flush=True)  # fmt: skip
         tokens = max(LONGEST, tokens * 3 // 4 // 256 * 256)
-        print(f"stage {stage}: micro-batches of {tokens} tokens in place of {first}: {reason}", flush=True)
-    return [tokens]
+    return tokens
 
 
 def recipe_tokens(preset: str, stage: int) -> int:
@@ -222,6 +186,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype):
         self.args, self.stage, self.device, self.dtype = args, stage, device, dtype
         self.model = build_llava(PRESETS[args.preset], device, dtype)
+        self.visual = self.model.get_vision_tower().num_tokens
         if args.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.layers = arms[0].layers
@@ -243,67 +208,49 @@ class Bench:
 
     def prepare(self, arm: Arm) -> None:
         """Sets the model to compute as the arm does."""
-        model = self.model
-        model.get_model().mm_projector = self.projectors[arm.norm]
-        set_trainable(model, frozenset(STAGES[self.stage]))
-        model.padding_free = arm.padding_free
-        compiled = self.layers == COMPILED
-        fastest = packed_attention(None, self.device, self.dtype, compiled=compiled)
-        model.config._attn_implementation = arm.backend or fastest
+        self.model.get_model().mm_projector = self.projectors[arm.norm]
+        set_trainable(self.model, frozenset(STAGES[self.stage]))
+        self.model.padding_free = arm.padding_free
+        fastest = packed_attention(None, self.device, self.dtype, compiled=self.layers == COMPILED)
+        self.model.config._attn_implementation = arm.backend or fastest
 
-    def estimate(self, tokens: int, pieces: int = 1) -> float:
-        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared.
-
-        Args:
-            tokens: positions of the largest piece.
-            pieces: backward passes of a step; in the first one there are no gradients yet when memory is fullest.
-        """
-        estimate = estimate_memory(self.model, self.arguments, tokens)
-        # Gradients and AdamW's moments have the weights' precision here.
+    def estimate(self, positions: int) -> float:
+        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared."""
+        estimate = estimate_memory(self.model, self.arguments, positions)
+        # AdamW's moments have the weights' precision here, and no gradients exist yet when memory is fullest.
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        estimate = replace(estimate, optimizer=2 * trained, gradients=trained * (pieces > 1))
+        estimate = replace(estimate, optimizer=2 * trained, gradients=0)
         return estimate.total(layers_to_recompute(self.args.activation_checkpointing, estimate, 0))
 
-    def too_large(self, tokens: int, pieces: int = 1) -> str:
-        """Why `tokens` positions do not fit; empty if they do."""
-        estimate, budget = self.estimate(tokens, pieces), memory_budget(self.device, 0)
-        return f"{estimate / 2**30:.1f} GiB estimated, {budget / 2**30:.1f} usable" if estimate > budget else ""
+    def positions(self, arm: Arm, samples: list[Sample]) -> int:
+        """Tokens of a micro-batch, with the arm's padding."""
+        lengths = [expanded(sample, self.visual) for sample in samples]
+        return sum(lengths) if arm.padding_free else max(lengths) * len(lengths)
 
-    def on_device(self, samples: list[Sample], padding_free: bool) -> Pieces:
-        """The samples as batches: one, or as many as padding makes necessary."""
-        visual = self.model.get_vision_tower().num_tokens
-        for count in range(1, len(samples) + 1):
-            groups = [samples[start::count] for start in range(count)]
-            lengths = [[expanded(sample, visual) for sample in group] for group in groups]
-            positions = max(sum(of_group) if padding_free else max(of_group) * len(of_group) for of_group in lengths)
-            if padding_free or not self.too_large(positions, count):
-                break
-        collate = DataCollatorForSupervisedDataset(0, visual, LONGEST, padding_free)
-        targets = sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in samples)
-        return Pieces([send_to_device(collate(group), self.device) for group in groups], targets, positions)
+    def on_device(self, arm: Arm, samples: list[Sample]) -> dict[str, Any]:
+        """The samples as a batch, with the number of their targets."""
+        batch = DataCollatorForSupervisedDataset(0, self.visual, LONGEST, arm.padding_free)(samples)
+        targets = sum(int((sample["labels"][1:] != IGNORE_INDEX).sum()) for sample in samples)
+        return send_to_device(batch, self.device) | {"num_items_in_batch": targets}
 
-    def backward(self, pieces: Pieces) -> torch.Tensor:
+    def backward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Runs the forward and backward pass of a micro-batch; returns its loss."""
-        total = torch.zeros((), device=self.device)
-        for batch in pieces.batches:
-            loss = self.model(**batch, num_items_in_batch=pieces.targets).loss
-            loss.backward()
-            total += loss.detach()
-        return total
+        loss = self.model(**batch).loss
+        loss.backward()
+        return loss.detach()
 
-    def run(self, arm: Arm, batches: list[Pieces], steps: int) -> tuple[float, torch.Tensor]:
+    def run(self, arm: Arm, batches: list[dict[str, Any]], steps: int) -> tuple[float, float]:
         """Seconds per step, and the first step's loss."""
         self.prepare(arm)
         synchronize(self.device)
         start = time.perf_counter()
+        losses = []
         for step in range(steps):
-            loss = self.backward(batches[step % len(batches)])
+            losses.append(self.backward(batches[step % len(batches)]))
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            if step == 0:
-                first = loss
         synchronize(self.device)
-        return (time.perf_counter() - start) / steps, first
+        return (time.perf_counter() - start) / steps, losses[0].item()
 
 
 def measure(
@@ -312,27 +259,25 @@ def measure(
     """For every size, a row per arm; one that failed has the field `failed`."""
     bench = Bench(args, stage, arms, device, dtype)
     bench.prepare(arms[0])
-    for tokens in sizes(args, stage, device, bench.too_large):
+    for tokens in args.micro_batch_tokens or [fitting_tokens(args.preset, stage, device, bench.estimate)]:
         yield measure_size(bench, tokens, arms)
 
 
 def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, Any]]:
     """One row per arm, of micro-batches of about `tokens`."""
-    args, device, model = bench.args, bench.device, bench.model
-    samples = [random_samples(bench.stage, tokens, n, model, bench.dtype) for n in range(args.micro_batches)]
+    args, device = bench.args, bench.device
+    samples = [random_samples(bench.stage, tokens, n, bench.model, bench.dtype) for n in range(args.micro_batches)]
     facts: dict[str, dict[str, Any]] = {arm.name: {} for arm in arms}
-    batches: dict[str, list[Pieces]] = {}
+    batches: dict[str, list[dict[str, Any]]] = {}
 
     def first_run(arm: Arm) -> None:
         bench.prepare(arm)
-        batches[arm.name] = [bench.on_device(some, arm.padding_free) for some in samples]
-        facts[arm.name]["pieces"] = max(len(pieces.batches) for pieces in batches[arm.name])
+        batches[arm.name] = [bench.on_device(arm, some) for some in samples]
         if device.type != "cuda":
             return
-        largest = max(b.positions for b in batches[arm.name])
-        facts[arm.name]["estimate_gib"] = bench.estimate(largest, facts[arm.name]["pieces"]) / 2**30
+        facts[arm.name]["estimate_gib"] = bench.estimate(max(bench.positions(arm, some) for some in samples)) / 2**30
         bench.backward(batches[arm.name][0])  # compiles and chooses kernels, which waits for the device
-        facts[arm.name] |= host_syncs(lambda: bench.backward(batches[arm.name][0]))
+        facts[arm.name]["syncs"] = host_syncs(lambda: bench.backward(batches[arm.name][0]))
         bench.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
 
@@ -344,9 +289,9 @@ def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, A
             if arm.name not in batches:
                 first_run(arm)
             seconds, loss = bench.run(arm, batches[arm.name], args.steps)
-            fact.setdefault("loss", loss.item())
-            if device.type == "cuda" and "peak_gib" not in fact:
-                fact["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            fact.setdefault("loss", loss)
+            if device.type == "cuda":
+                fact.setdefault("peak_gib", torch.cuda.max_memory_allocated() / 2**30)
             return seconds
         except Exception as error:
             fact["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
@@ -364,32 +309,18 @@ def row(
 ) -> dict[str, Any]:
     """The result row of an arm."""
     line: dict[str, Any] = {"stage": bench.stage, "arm": arm.name, "micro_batch_tokens": tokens, "norm": arm.norm}
-    if "failed" in facts:
-        return show(line | {"failed": facts["failed"]})
-    bench.prepare(arm)
-    collate = DataCollatorForSupervisedDataset(0, bench.model.get_vision_tower().num_tokens, LONGEST)
-    work = [batch_work(collate(some)) for some in samples[: bench.args.steps]]
-    done, seconds = sum(work[1:], work[0]), spread(times)
-    tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
-    line |= {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
-    line |= {"tokens_per_second": float(done.tokens) / len(work) / seconds["median"], "pieces": facts["pieces"]}
-    if peak := peak_tflops(bench.device):
-        line |= {"mfu": tflops / peak}
-    if bench.device.type == "cuda":
-        line |= {name: facts[name] for name in ("peak_gib", "estimate_gib", "syncs", "library_syncs")}
-    return show(line | {"loss": facts["loss"], "speed_over_padded": None})
-
-
-def show(line: dict[str, Any]) -> dict[str, Any]:
-    """Prints a row, and returns it."""
-    text = f"stage {line['stage']} {line['arm']:18} {line['micro_batch_tokens']:6} tokens"
-    if "failed" in line:
-        print(f"{text}  failed: {line['failed']}", flush=True)
-        return line
-    text += f"  {line['seconds']:8.3f} s  {line['tokens_per_second']:10.0f} tokens/s  {line['tflops']:.3f} TFLOP/s"
-    text += f"  {line['mfu']:.1%} MFU" if "mfu" in line else ""
-    text += f"  {line['peak_gib']:.1f} GiB  {line['syncs']} syncs" if "syncs" in line else ""
-    print(text, flush=True)
+    if "failed" not in facts:
+        bench.prepare(arm)
+        collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
+        work = [batch_work(collate(some)) for some in samples[: bench.args.steps]]
+        done, seconds = sum(work[1:], work[0]), spread(times)
+        tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
+        line |= {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
+        line |= {"tokens_per_second": float(done.tokens) / len(work) / seconds["median"]}
+        if peak := peak_tflops(bench.device):
+            line |= {"mfu": tflops / peak}
+    line |= facts
+    print(line, flush=True)
     return line
 
 
@@ -414,14 +345,17 @@ def _case(line: dict[str, Any]) -> tuple[int, int]:
     return line["stage"], line["micro_batch_tokens"]
 
 
-def host_syncs(compute: Callable[[], Any]) -> dict[str, int]:
-    """How often `compute` makes the host wait for the GPU, and how often of these in code of libraries."""
+def host_syncs(compute: Callable[[], Any]) -> int:
+    """How often `compute` makes the host wait for the GPU, as PyTorch's warnings say."""
     torch.cuda.synchronize()
-    lines: Lines = Counter()
-    with gpu_syncs(lines):
-        compute()
-    libraries = sum(count for (package, _), count in lines.items() if package not in TREE)
-    return {"syncs": lines.total(), "library_syncs": libraries}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            compute()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 def synchronize(device: torch.device) -> None:
@@ -434,19 +368,6 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """A projector that ends in `norm`; the projectors of all norms have the same weights."""
-    config = SimpleNamespace(
-        mm_projector_type="mlp2x_gelu",
-        mm_hidden_size=model.config.mm_hidden_size,
-        hidden_size=model.config.hidden_size,
-        mm_projector_norm=norm,
-        mm_projector_norm_target=3.2,
-    )
-    torch.manual_seed(1)
-    return build_vision_projector(config).to(device=device, dtype=dtype).train()
 
 
 if __name__ == "__main__":

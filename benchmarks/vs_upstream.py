@@ -4,10 +4,8 @@ Upstream runs unchanged in its own environment, which the script makes (`scripts
 alternate. The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps
 without the first ones, with data preparation in the same process.
 
-The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`).
-Shapes of a real model, on a GPU:
-  --size tiny --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --kv-heads 8 --vocabulary 32000 \\
-  --vision-hidden 1024 --vision-layers 24 --image-size 336 --bf16
+The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`);
+`--size 3b --bf16 --batch 8` are shapes of a real model, on a GPU.
 """
 
 import argparse
@@ -15,9 +13,12 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -25,19 +26,18 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks import shapes
 from benchmarks.common import (
     ROOT,
     add_result_flags,
-    check_warmup,
     emptied,
+    peak_mib,
     preloaded_names,
     ratio,
     result_folder,
     run_json,
-    spread,
     write_result,
 )
+from benchmarks.shapes import sizes_of
 from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import Parser, whole
@@ -51,164 +51,151 @@ STAGES = {
 }
 # Samples per device in upstream's scripts v1_5/pretrain.sh and v1_5/finetune.sh.
 BATCH = {"pretrain": 32, "finetune": 16}
-# 16 samples of stage 2 need more than 24 GiB in upstream at these sizes.
-SMALLER_BATCH = {("demo", "finetune"): 8}
-# What a size leaves open on the command line; shapes of the language model are those of benchmarks/models/<size>.json.
-# Small models have many short steps; with the vocabulary of `tiny` the head's share is that of a 3B model.
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "steps": 24, "warmup_steps": 3, "shortest_caption": 5, "shortest_conversation": 8,
-        "vision_hidden": 48, "vision_layers": 3, "image_size": 56, "patch_size": 14,
-    },
-    "demo": {
-        "steps": 5, "warmup_steps": 1, "shortest_caption": 10, "shortest_conversation": 30,
-        "vision_hidden": 192, "vision_layers": 5, "image_size": 64, "patch_size": 16,
-    },
-}  # fmt: skip
-# Flags of the language model's shapes, and its config's names of them.
-SHAPES = {
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "vocabulary": "vocab_size",
-}
 # Losses must agree this well (relative), or the two do not do the same work.
 TOLERANCE = {False: 1e-4, True: 3e-2}
 
 
+@dataclass(frozen=True)
+class Size:
+    """Shapes of model and data.
+
+    Attributes:
+        language_model: name of a file in benchmarks/models.
+        steps: of stage 2; stage 1, with its short steps, takes three times as many.
+        shortest: tokens of the shortest caption and conversation.
+    """
+
+    language_model: str
+    steps: int
+    warmup_steps: int
+    shortest: tuple[int, int]
+    vision_hidden: int
+    vision_layers: int
+    image_size: int
+    patch_size: int
+    vocabulary: int | None = None  # in place of the file's
+
+    def llama(self) -> dict[str, Any]:
+        """Fields of the language model's config."""
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        sizes = sizes_of(self.language_model) | ({"vocab_size": self.vocabulary} if self.vocabulary else {})
+        return {name: sizes[name] for name in (*names, "vocab_size", "tie_word_embeddings")}
+
+
+# With the vocabulary of `tiny` the head's share is that of a 3B model; small models have many short steps.
+SIZES = {
+    "tiny": Size("tiny", 24, 3, (5, 8), vision_hidden=48, vision_layers=3, image_size=56, patch_size=14),
+    "demo": Size("demo", 5, 1, (10, 30), vision_hidden=192, vision_layers=5, image_size=64, patch_size=16),
+    "3b": Size("llama-3.2-3b", 12, 3, (5, 8), 1024, 24, image_size=336, patch_size=14, vocabulary=32_000),
+}
+
+
 def main() -> None:
-    args = parse_arguments()
-    work = emptied(args.work)
+    parser = Parser(description=__doc__)
+    add_flags(parser)
+    parser.add_argument(
+        "--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16 (demo: 8)"
+    )
+    args = parsed(parser)
+    work = emptied("vs_upstream")
     subprocess.run(
         ["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=os.environ | {"PREPARE_ONLY": "1"}, check=True
     )
     upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
-    trees = {
-        "upstream": (upstream / "bin/python", upstream / "original"),
-        "this tree": (Path(sys.executable), ROOT),
-    }
+    trees = {"upstream": (upstream / "bin/python", upstream / "original"), "this tree": (Path(sys.executable), ROOT)}
     make_models(args, work)
-    meta = {name: getattr(args, name) for name in ("size", "repeats", *SHAPES, "image_size", "bf16")}
     versions = run_json(
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
+    meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
     meta["preloaded"] = preloaded_names({} if args.bf16 else preloads(os.environ))
     for stage in args.stages:
-        make_data(args, work, stage)
-        measured: dict[str, list[dict]] = {name: [] for name in trees}
+        batch, steps = batch_of(args, stage), args.steps * (3 if stage == "pretrain" else 1)
+        make_data(SIZES[args.size], work, stage, batch * steps)
+        measured: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for number in range(args.repeats):
             for name, (python, path) in trees.items():
-                measured[name].append(run(args, work, stage, name, python, path))
+                measured[name].append(run(args, work, stage, (batch, steps), name, python, path))
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
-        rows = [compare(args, stage, measured)]
-        name = f"vs_upstream_{args.size}_{stage}{args.suffix}"
-        print(write_result(name, rows, folder=result_folder(args), upstream=versions, **meta))
+        theirs, ours = measured.values()
+        difference = loss_difference(ours[-1]["losses"], theirs[-1]["losses"])
+        if difference > TOLERANCE[args.bf16]:
+            sys.exit(f"error: {stage}: losses differ by up to {difference:.1e} (relative); speeds cannot be compared")
+        row = {"stage": stage, "steps": steps, "batch": batch, "largest_relative_loss_difference": difference}
+        for name, runs in (("upstream_samples_per_second", theirs), ("samples_per_second", ours)):
+            row[name] = statistics.median(run["rate"] for run in runs)
+        row |= ratios(ours, theirs)
+        print(row, flush=True)
+        name = f"vs_upstream_{args.size}_{stage}"
+        print(write_result(name, [row], folder=result_folder(args), upstream=versions, **meta))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    add_size(parser, "demo")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `vs_peers` has too."""
+    text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256; 3b: for a GPU"
+    parser.add_argument("--size", choices=SIZES, help=f"{text}; default: demo, with --quick tiny")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument(
-        "--steps", type=whole(1), help="steps of stage 2; stage 1, with its short steps, takes three times as many"
-    )
+    parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1, with its short ones, takes more")
     parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
-    parser.add_argument(
-        "--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16 (demo: 8)"
-    )
     parser.add_argument("--repeats", type=whole(1), default=5)
-    parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for both")
-    for name, field in SHAPES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=whole(1), help=f"{field} of the language model")
-    for name in ("vision-hidden", "vision-layers", "image-size", "patch-size"):
-        parser.add_argument(f"--{name}", type=whole(1), help=f"{name} of the CLIP tower")
-    parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=ROOT / "outputs/vs_upstream",
-        help="folder for models, data and logs; what an earlier call left there is removed",
-    )
-    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    add_result_flags(parser, quick="one run at the size tiny, of 7 steps, in stage 1 of 21")
-    args = with_size(parser)
+    parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for all")
+    parser.add_argument("--bf16", action="store_true", help="all train in bf16")
+    add_result_flags(parser, quick="one short run at the size tiny")
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, completed by its size."""
+    args = parser.parse_args()
+    args.size = args.size or ("tiny" if args.quick else "demo")
     if args.quick:
         args.steps, args.repeats = 7, 1
-    check_warmup(parser, args)
-    return args
-
-
-def add_size(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--size`, whose flags `with_size` takes from SIZES where the command line does not give them."""
-    text = "size of model and data: demo, SmolLM2-135M's shapes and the quickstart's tower; tiny, 4 layers of width 256"
-    parser.add_argument("--size", choices=SIZES, help=f"{text}; default: {default}, with --quick tiny")
-    parser.set_defaults(default_size=default)
-
-
-def with_size(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The parsed command line, completed by its size's flags."""
-    args = parser.parse_args()
-    args.size = args.size or ("tiny" if args.quick else args.default_size)
-    sizes = shapes.sizes_of(args.size)
-    for name, value in (SIZES[args.size] | {name: sizes[field] for name, field in SHAPES.items()}).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    args.steps = args.steps or SIZES[args.size].steps
+    args.warmup_steps = args.warmup_steps or SIZES[args.size].warmup_steps
+    if args.warmup_steps >= args.steps:
+        parser.error(f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps})")
     return args
 
 
 def batch_of(args: argparse.Namespace, stage: str) -> int:
-    """Samples per step."""
-    return args.batch or SMALLER_BATCH.get((args.size, stage), BATCH[stage])
-
-
-def steps_of(args: argparse.Namespace, stage: str) -> int:
-    """Optimizer steps per run."""
-    return args.steps * (3 if stage == "pretrain" else 1)
+    """Samples per step. At the demo's sizes 16 samples of stage 2 need more than 24 GiB in upstream."""
+    return args.batch or (8 if (args.size, stage) == ("demo", "finetune") else BATCH[stage])
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
-    """Writes a random Llama, tied where the demo's is, and a random CLIP tower."""
+    """Writes a random Llama and a random CLIP tower."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **{field: getattr(args, name) for name, field in SHAPES.items()},
-        tie_word_embeddings=shapes.sizes_of(args.size)["tie_word_embeddings"],
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16 if args.bf16 else torch.float32).save_pretrained(work / "llama")
+    size, dtype = SIZES[args.size], torch.bfloat16 if args.bf16 else torch.float32
+    config = LlamaConfig(**size.llama(), max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(work / "llama")
     written = json.loads((work / "llama/config.json").read_text())
-    written |= {"rope_theta": 10000.0, "torch_dtype": "bfloat16" if args.bf16 else "float32"}  # for transformers 4
+    written |= {"rope_theta": 10000.0, "torch_dtype": str(dtype).removeprefix("torch.")}  # for transformers 4
     (work / "llama/config.json").write_text(json.dumps(written))
     for file in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, work / "llama")
-    make_tower(args, work)
+    make_tower(size, work / "clip")
 
 
-def make_tower(args: argparse.Namespace, work: Path) -> None:
-    """Writes a CLIP tower with random weights to `clip` in `work`."""
-    vision = CLIPVisionConfig(
-        hidden_size=args.vision_hidden,
-        intermediate_size=4 * args.vision_hidden,
-        num_hidden_layers=args.vision_layers,
-        num_attention_heads=max(3, args.vision_hidden // 64),
-        image_size=args.image_size,
-        patch_size=args.patch_size,
+def make_tower(size: Size, folder: Path) -> None:
+    """Writes a CLIP tower with random weights."""
+    tower = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=size.vision_hidden,
+            intermediate_size=4 * size.vision_hidden,
+            num_hidden_layers=size.vision_layers,
+            num_attention_heads=max(3, size.vision_hidden // 64),
+            image_size=size.image_size,
+            patch_size=size.patch_size,
+        )
     )
-    tower = CLIPVisionModel(vision)
-    tower.config.save_pretrained(work / "clip")
+    tower.config.save_pretrained(folder)
     weights = {f"vision_model.{name.removeprefix('vision_model.')}": t for name, t in tower.state_dict().items()}
-    save_file(weights, work / "clip/model.safetensors", metadata={"format": "pt"})  # transformers 4's names
-    side = args.image_size
-    CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}).save_pretrained(
-        work / "clip"
-    )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers 4's names
+    crop = {"height": size.image_size, "width": size.image_size}
+    CLIPImageProcessorPil(size={"shortest_edge": size.image_size}, crop_size=crop).save_pretrained(folder)
 
 
-def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder: Path = TOKENIZER) -> None:
+def make_data(size: Size, work: Path, stage: str, count: int, tokenizer_folder: Path = TOKENIZER) -> None:
     """Writes records. Stage 1: captions to 60 tokens. Stage 2: to 700 tokens, log-normal; a third text only."""
     generator = random.Random(0)
     tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -222,16 +209,17 @@ def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder
         return " ".join(words)
 
     (work / "images").mkdir(exist_ok=True)
+    for index in range(32):
+        scene = render(draw_scene(random.Random(index), size.image_size, 2), size.image_size)
+        noise = Image.effect_noise((size.image_size, size.image_size * 3 // 4), 60).convert("RGB")
+        (scene if size.language_model == "demo" else noise).save(work / "images" / f"{index}.png")
     records = []
-    for index in range(steps_of(args, stage) * batch_of(args, stage)):
-        name = f"{index % 32}.png"
-        if not (work / "images" / name).exists():
-            picture(args, index).save(work / "images" / name)
-        record = {"id": str(index), "image": name}
+    for index in range(count):
+        record = {"id": str(index), "image": f"{index % 32}.png"}
         if stage == "pretrain":
-            question, answer = "<image>", text(generator.uniform(args.shortest_caption, 60))
+            question, answer = "<image>", text(generator.uniform(size.shortest[0], 60))
         else:
-            length = min(700, max(args.shortest_conversation, generator.lognormvariate(5.08, 0.9)))
+            length = min(700, max(size.shortest[1], generator.lognormvariate(5.08, 0.9)))
             question, answer = text(length / 3), text(2 * length / 3)
             if index % 3 == 2:
                 del record["image"]
@@ -242,20 +230,12 @@ def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder
     (work / f"{stage}.json").write_text(json.dumps(records))
 
 
-def picture(args: argparse.Namespace, index: int) -> Image.Image:
-    """A scene of the quickstart; noise at the size tiny."""
-    if args.size == "tiny":
-        return Image.effect_noise((args.image_size, args.image_size * 3 // 4), 60).convert("RGB")
-    return render(draw_scene(random.Random(index), args.image_size, 2), args.image_size)
-
-
-def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Path, path: Path) -> dict:
-    """One training run in its own process: losses, order of samples, samples per second."""
-    folder, batch = work / stage / name.replace(" ", "_"), batch_of(args, stage)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def run(
+    args: argparse.Namespace, work: Path, stage: str, counts: tuple[int, int], name: str, python: Path, path: Path
+) -> dict[str, Any]:
+    """One training run in its own process: losses, and samples per second."""
+    folder, (batch, steps) = work / stage / name.replace(" ", "_"), counts
     flags = {
-        "output_dir": folder,
         "model_name_or_path": work / "llama",
         "vision_tower": work / "clip",
         "image_folder": work / "images",
@@ -265,86 +245,94 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,
         "per_device_train_batch_size": batch,
-        "max_steps": steps_of(args, stage),
         "evaluation_strategy": "no",
-        "save_strategy": "no",
-        "weight_decay": 0.0,
         "warmup_ratio": 0.03,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 10**6,
         "model_max_length": 2048,
         "gradient_checkpointing": False,
         "dataloader_num_workers": 0,
         "lazy_preprocess": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": args.bf16,
     }
+    flags |= common_flags(folder, steps, args.bf16)
     if name == "upstream":
         flags |= {"group_by_modality_length": stage == "finetune"}
-        preloaded = {}
     else:
-        theirs = work / stage / "upstream"
-        records = json.loads((work / f"{stage}.json").read_text())
-        order = json.loads((theirs / "record.json").read_text())["order"][: steps_of(args, stage) * batch]
-        (folder / "ordered.json").write_text(json.dumps([records[i] for i in order]))
-        flags |= {
-            "data_path": folder / "ordered.json",
-            "pretrain_mm_mlp_adapter": theirs / "initial/mm_projector.bin",
-            "train_sampling_strategy": "sequential",
-            "label_masking": "upstream",
-        }
-        preloaded = {} if args.bf16 else preloads(os.environ)  # as the scripts start a run on a CPU
-    argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + STAGES[stage]
-    (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
-    env = (
-        os.environ
-        | preloaded
-        | {
-            "PYTHONPATH": str(path),
-            "OMP_NUM_THREADS": str(args.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    )
-    if not args.bf16:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    log_path = folder / "log.txt"
-    with log_path.open("w") as log:
-        command = [str(python), str(ROOT / "patches/baseline/record.py"), str(folder / "runs.json")]
-        if subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
-            sys.exit(
-                f"{(folder / 'log.txt').read_text()[-3000:]}\nerror: {name} failed; whole log: {folder / 'log.txt'}"
-            )
-    recorded = json.loads((folder / "record.json").read_text())
-    times = recorded["times"][args.warmup_steps - 1 :]
-    return {"losses": recorded["losses"], "rate": batch * (len(times) - 1) / (times[-1] - times[0])}
+        flags |= upstreams_order(work, stage, batch * steps)
+    command = recorded_command(python, folder, flags, STAGES[stage])
+    # This tree starts as its scripts start a run on a CPU.
+    preloaded = {} if args.bf16 or name == "upstream" else preloads(os.environ)
+    variables = preloaded | {"PYTHONPATH": str(path)} | ({} if args.bf16 else {"CUDA_VISIBLE_DEVICES": ""})
+    run_logged(command, variables | {"OMP_NUM_THREADS": str(args.threads)}, folder)
+    record = json.loads((folder / "record.json").read_text())
+    times = record["times"][args.warmup_steps - 1 :]
+    return {"losses": record["losses"], "rate": batch * (len(times) - 1) / (times[-1] - times[0])}
 
 
-def compare(args: argparse.Namespace, stage: str, measured: dict[str, list[dict]]) -> dict:
-    """One row of the result; ends the program if the losses differ."""
-    upstream, ours = (measured[name][-1]["losses"] for name in ("upstream", "this tree"))
-    difference = max(abs(a - b) / abs(a) for a, b in zip(upstream, ours, strict=True))
-    if difference > TOLERANCE[args.bf16]:
-        sys.exit(f"error: {stage}: losses differ by up to {difference:.1e} (relative); the speeds cannot be compared")
-    rates = {name: [m["rate"] for m in runs] for name, runs in measured.items()}
-    ratios = ratio(rates["this tree"], rates["upstream"])
-    ours, theirs = (spread(rates[name])["median"] for name in ("this tree", "upstream"))
-    print(
-        f"{stage}: {ours:.2f} over {theirs:.2f} samples/s = {ratios['median']:.2f} "
-        f"({ratios['min']:.2f} to {ratios['max']:.2f}); losses within {difference:.0e}",
-        flush=True,
-    )
+def common_flags(folder: Path, steps: int, bf16: bool) -> dict[str, Any]:
+    """Flags of a short run that leaves nothing behind but its record."""
     return {
-        "stage": stage,
-        "steps": steps_of(args, stage),
-        "batch": batch_of(args, stage),
-        "upstream_samples_per_second": theirs,
-        "samples_per_second": ours,
-        "ratio": ratios["median"],
-        "ratio_min": ratios["min"],
-        "ratio_max": ratios["max"],
-        "largest_relative_loss_difference": difference,
+        "output_dir": folder / "run", "max_steps": steps, "lr_scheduler_type": "cosine", "weight_decay": 0.0,
+        "save_strategy": "no", "logging_steps": 10**6, "report_to": "none", "disable_tqdm": True, "bf16": bf16,
+    }  # fmt: skip
+
+
+def upstreams_order(work: Path, stage: str, count: int) -> dict[str, Any]:
+    """Flags by which this tree starts from upstream's weights and takes its samples in its order."""
+    theirs = work / stage / "upstream"
+    records = json.loads((work / f"{stage}.json").read_text())
+    order = json.loads((theirs / "record.json").read_text())["order"][:count]
+    (work / stage / "ordered.json").write_text(json.dumps([records[i] for i in order]))
+    return {
+        "data_path": work / stage / "ordered.json",
+        "pretrain_mm_mlp_adapter": theirs / "initial/mm_projector.bin",
+        "train_sampling_strategy": "sequential",
+        "label_masking": "upstream",
     }
+
+
+def recorded_command(python: Path, folder: Path, flags: dict[str, Any], words: list[str]) -> list[Path]:
+    """Empties the run's folder; the command of a run that writes losses, times and order of samples to record.json."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + words
+    (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
+    return [python, ROOT / "patches/baseline/record.py", folder / "runs.json"]
+
+
+def run_logged(command: list[Path], variables: dict[str, str], folder: Path) -> float | None:
+    """Runs a command with its output in `folder`/log.txt; returns its peak memory in MiB where /proc tells it.
+
+    Raises:
+        RuntimeError: the run failed; the message ends with the last line that it printed.
+    """
+    variables = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | variables
+    peak, log = None, folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                peak = peak_mib(process.pid) or peak
+                try:
+                    process.wait(timeout=0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            process.kill()
+    if process.returncode:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
+        print(f"whole log: {log}", flush=True)  # not part of the message, which a result may keep
+        raise RuntimeError(f"ended with {process.returncode}: {last}")
+    return peak
+
+
+def loss_difference(theirs: list[float], ours: list[float]) -> float:
+    """The largest relative difference between the losses of the same step."""
+    return max(abs(a - b) / abs(b) for a, b in zip(theirs, ours, strict=True))
+
+
+def ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """Median, minimum and maximum of this tree's samples per second over another's, round by round."""
+    over = ratio([run["rate"] for run in ours], [run["rate"] for run in theirs])
+    return {"ratio": over["median"], "ratio_min": over["min"], "ratio_max": over["max"]}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A job is a JSON file: {"model", "records", "stage", "batch", "micro_batch", "steps", "learning_rate", "warmup_steps",
 "options", "output"}. `records` has a line {"messages": [{"role", "content"}], "images": [path], "length"} for every
-sample, in the order in which steps take them. `result.json` in the folder `output` gets the steps' losses and ends
-(seconds).
+sample, in the order in which steps take them. `record.json` in the folder `output` gets the steps' losses and times of
+their ends (seconds).
 """
 
 import functools
@@ -11,14 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-
-PACKAGES = ("torch", "transformers", "accelerate", "trl", "llamafactory", "ms-swift")
 
 
 def run(main: Callable[[dict[str, Any]], None]) -> None:
@@ -27,18 +24,7 @@ def run(main: Callable[[dict[str, Any]], None]) -> None:
     recorder = Recorder()
     recorder.install()
     main(job)
-    result = {"losses": recorder.losses, "ends": recorder.ends, "versions": versions()}
-    (Path(job["output"]) / "result.json").write_text(json.dumps(result))
-
-
-def versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    (Path(job["output"]) / "record.json").write_text(json.dumps({"losses": recorder.losses, "times": recorder.times}))
 
 
 def read_records(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,7 +53,7 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "dataloader_num_workers": job["options"].get("workers", 0),
+        "dataloader_num_workers": 0,
         "remove_unused_columns": False,
     }
 
@@ -83,7 +69,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self):
         self.losses: list[float] = []
-        self.ends: list[float] = []
+        self.times: list[float] = []
         self.shares: list[tuple[float, int, bool]] = []  # of the step's micro-batches: see step_loss
 
     def install(self) -> None:
@@ -104,7 +90,7 @@ class Recorder(TrainerCallback):
         Trainer.__init__, Trainer.training_step = recorded_init, recorded_step
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
+        self.times.append(time.perf_counter())
         self.losses.append(step_loss(self.shares))
         self.shares.clear()
 

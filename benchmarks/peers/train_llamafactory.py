@@ -1,6 +1,6 @@
 """LLaMA-Factory's own `train` command: python train_llamafactory.py JOB.json, in its environment.
 
-Options: `pack` (this many samples become one row, without attention between them), `attention`, `workers`.
+Option: `attention`.
 Samples are tokenized before the first step, as LLaMA-Factory does; pictures are read as steps need them.
 """
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from recording import read_records, run, training_flags
+from recording import run, training_flags
 
 # ruff: noqa: E402
 # PyPI's torchaudio needs a CUDA build of torch. LLaMA-Factory imports it, but uses it only for audio.
@@ -37,7 +37,7 @@ TEMPLATES = {
 
 
 def main(job: dict) -> None:
-    options, stage = job["options"], job["stage"]
+    stage = job["stage"]
     register_template("bench", **TEMPLATES[stage], mm_plugin=get_mm_plugin("llava", image_token="<image>"))
     records = Path(job["records"])
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
@@ -47,7 +47,6 @@ def main(job: dict) -> None:
         "columns": {"messages": "messages", "images": "images"},
         "tags": tags,
     }
-    lengths = [record["length"] for record in read_records(job)]
     arguments = training_flags(job) | {
         "stage": "sft",
         "do_train": True,
@@ -63,16 +62,8 @@ def main(job: dict) -> None:
         "overwrite_cache": True,
         "disable_shuffling": True,
         "disable_gradient_checkpointing": True,
-        "flash_attn": options.get("attention", "sdpa"),
+        "flash_attn": job["options"].get("attention", "sdpa"),
     }
-    if pack := options.get("pack"):  # a row has samples of one step only, so that the step's loss can be compared
-        groups = [sum(lengths[start : start + pack]) for start in range(0, len(lengths), pack)]
-        arguments |= {
-            "packing": True,
-            "neat_packing": True,
-            "cutoff_len": -(-(max(groups) + 1) // 8) * 8,  # batches are padded to this, and position_ids are not
-            "preprocessing_batch_size": pack,
-        }
     (records.parent / "dataset_info.json").write_text(json.dumps({"bench": dataset}))
     run_exp(arguments)
 

@@ -1,6 +1,6 @@
 """ms-swift's `sft` command: python train_ms_swift.py JOB.json, in its environment.
 
-Options: `attention`, `workers`, `flags` (further arguments of ms-swift).
+Option: `attention`.
 """
 
 from recording import run, training_flags
@@ -28,7 +28,7 @@ class BenchTemplate(LlavaHfTemplate):
 
 
 def main(job: dict) -> None:
-    options, frozen = job["options"], job["stage"] == "pretrain"
+    frozen = job["stage"] == "pretrain"
     parts = PARTS[job["stage"]]
     register_template(TemplateMeta("bench", chat_sep=None, template_cls=BenchTemplate, **parts))
     flags = training_flags(job) | {
@@ -45,12 +45,12 @@ def main(job: dict) -> None:
         "freeze_vit": frozen,
         "freeze_aligner": False,
         "torch_dtype": "float32",
-        "attn_impl": options.get("attention", "sdpa"),
+        "attn_impl": job["options"].get("attention", "sdpa"),
         "device_map": "cpu",
         "add_version": False,
         "max_length": 4096,
     }
-    sft_main(SftArguments(**flags | options.get("flags", {})))
+    sft_main(SftArguments(**flags))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer: python train_trl.py JOB.json, in TRL's environment.
 
-Options: `sampler` (sequential, or batch_rebalance, which balances a step's ranks by length), `attention`, `workers`.
+Options: `sampler` (sequential, or batch_rebalance, which balances a step's ranks by length), `attention`.
 """
 
 import torch

@@ -1,15 +1,17 @@
 """Waits of the host for the device in a step under DeepSpeed are counted, each for the code that waits."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import host_sync
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from training import flags
 from two_ranks import run_on_ranks, zero_1, zero_file
 
-from benchmarks import host_syncs
+STEPS = 3  # the last is counted: DeepSpeed records modules' order in the first, and its timer starts in the third
 
 # In a micro-batch and in a step of three. ZeRO-1 synchronizes for gradients once per step, ZeRO-2 in every micro-batch,
 # ZeRO-3 also for its stream's events, as often as there are modules.
@@ -26,9 +28,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, tmp_path, case):
     config, expected = CASES[case]
-    steps = {"max_steps": host_syncs.STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    steps = {"max_steps": STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
     argv = flags(tiny, tmp_path / "run", 2, deepspeed=zero_file(config, tmp_path), **steps)
-    output = run_on_ranks(1, Path(host_syncs.__file__), ["--train", *argv], timeout=600)
+    output = run_on_ranks(1, Path(host_sync.__file__), argv, timeout=600)
     lines = json.loads(next(line for line in output.splitlines() if line.startswith('[{"package"')))
     waits = {}
     for row in lines:
@@ -36,10 +38,10 @@ def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, 
         waits[module] = micro_batch + row["in_a_micro_batch"], step + row["in_a_step"]
     assert expected.items() <= waits.items(), waits
     assert "deepspeed.utils.timer" not in waits  # the shipped files turn the throughput timer off
-    packages = {row["package"]: row for row in host_syncs.totals(lines)}
-    assert packages.keys() == set(host_syncs.CODE)
-    assert packages["llava"]["in_a_step"] == packages["transformers"]["in_a_step"] == 0
-    assert packages["accelerate"]["in_a_step"] == 1
+    packages = Counter()
+    for row in lines:
+        packages[row["package"]] += row["in_a_step"]
+    assert packages.keys() == {"deepspeed", "accelerate"} and packages["accelerate"] == 1
     if case == "zero3":
         events = waits["deepspeed.runtime.zero.partitioned_param_coordinator"]
         assert events[0] > 5 and events[1] == 3 * events[0]
@@ -47,8 +49,8 @@ def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, 
 
 def own_lines(compute) -> int:
     """How many waits of `compute` belong to this file."""
-    lines = host_syncs.Counter()
-    with host_syncs.cpu_syncs(lines):
+    lines = host_sync.Counter()
+    with host_sync.cpu_syncs(lines):
         compute()
     assert set(lines) <= {(__name__, line) for _, line in lines}
     return lines.total()

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from training import build, flags, run
 
-from benchmarks import compensation
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train.telemetry import LOG_FILE, Clipping
 
@@ -110,26 +109,3 @@ def test_a_step_that_is_not_finite_counts_as_not_clipped(value):
     for norm in (0.5, 2.0, math.inf, math.nan):
         clipping.add(value(norm))
     assert (int(clipping.clipped), clipping.steps) == (1, 4)
-
-
-# --- the comparison of both arms --------------------------------------------------------------------------------------
-
-
-def test_the_distance_of_two_arms_is_over_the_way_of_the_plain_one_without_the_norm(tmp_path):
-    start = torch.zeros(4, dtype=torch.float64)
-    ways = {"plain": torch.tensor([3.0, 0, 0, 4]), "compensated": torch.tensor([3.0, 3, 0, 4])}
-    for arm, way in ways.items():
-        for step in (1, 2, 3, 4):
-            folder = tmp_path / arm / f"checkpoint-{step}"
-            folder.mkdir(parents=True)
-            tensors = {"0.weight": step * way[None, :3], "2.bias": step * way[3:], "3.weight": 99 * torch.randn(2)}
-            torch.save({f"model.mm_projector.{name}": x for name, x in tensors.items()}, folder / "mm_projector.bin")
-        logged = [{"loss": 9 - s, "grad_norm": s, "clipped_share": s % 2, "grad_share/mm_projector_norm": s / 10}
-                  for s in (1, 2, 3, 4)]  # fmt: skip
-        lines = [*logged, {"train_runtime": 1.0}]
-        (tmp_path / arm / LOG_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    row = compensation.compared(tmp_path / "plain", tmp_path / "compensated", start, 4)
-    assert [row[f"distance_at_{step}"] for step in (1, 2, 3, 4)] == pytest.approx([0.6] * 4)
-    expected = {"grad_norm": 2.5, "clipped": 0.5, "norms_share": 0.25, "loss": 5.0}
-    for name, value in expected.items():
-        assert row[f"plain_{name}"] == row[f"compensated_{name}"] == pytest.approx(value)

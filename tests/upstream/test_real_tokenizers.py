@@ -10,7 +10,7 @@ from data_files import turns
 from paths import GOLDEN
 from upstream_labels import CONVERSATIONS, DEVIATIONS
 
-from benchmarks.inputs import npm_tokenizer
+from benchmarks.common import npm_tokenizer
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.preprocess import generation_ids, preprocess
@@ -20,11 +20,18 @@ RUNS = json.loads(gzip.decompress((GOLDEN / "text/ids.json.gz").read_bytes()))
 
 
 @cache
+def loaded(name: str):
+    """The tokenizer, or why there is none."""
+    try:
+        return load_tokenizer(str(npm_tokenizer(name)), model_max_length=512)
+    except RuntimeError as error:
+        return str(error)
+
+
 def tokenizer(name: str):
-    folder = npm_tokenizer(name)
-    if isinstance(folder, str):
-        pytest.skip(folder)
-    return load_tokenizer(str(folder), model_max_length=512)
+    if isinstance(tok := loaded(name), str):
+        pytest.skip(tok)
+    return tok
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[f"{run['version']}-{run['tokenizer']}" for run in RUNS])
