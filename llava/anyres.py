@@ -229,8 +229,12 @@ def _patches(rules: CropRules, size: Size) -> Patches:
     grid, side = best_grid(size, rules.grids), rules.tokens_per_side
     columns, rows = grid[0] // rules.crop_side, grid[1] // rules.crop_side
     left, top = black_margins(size, columns * side, rows * side)
-    width, height = columns * side - 2 * left, rows * side - 2 * top
-    return Patches(columns, rows, left, top, width, height, _shrunk(width, height, rules))
+    width, height, shrunk = columns * side - 2 * left, rows * side - 2 * top, None
+    if most := max_crops(rules.aspect_ratio):
+        factor = math.sqrt(height * width / (most * side**2))
+        if factor > _SHRINK_FROM:
+            shrunk = max(1, int(width // factor)), max(1, int(height // factor))
+    return Patches(columns, rows, left, top, width, height, shrunk)
 
 
 def black_margins(size: Size, columns: int, rows: int) -> Size:
@@ -238,13 +242,3 @@ def black_margins(size: Size, columns: int, rows: int) -> Size:
     if size[0] / size[1] > columns / rows:
         return 0, (rows - int(size[1] * (columns / size[0]))) // 2
     return (columns - int(size[0] * (rows / size[1]))) // 2, 0
-
-
-def _shrunk(width: int, height: int, rules: CropRules) -> Size | None:
-    most = max_crops(rules.aspect_ratio)
-    if most is None:
-        return None
-    factor = math.sqrt(height * width / (most * rules.tokens_per_side**2))
-    if factor <= _SHRINK_FROM:
-        return None
-    return max(1, int(width // factor)), max(1, int(height // factor))

@@ -23,7 +23,7 @@ from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_te
 from llava.data.checks import ImagePlace
 from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids, preprocess
-from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
+from llava.mm_utils import KeywordsStoppingCriteria, process_prompt_images
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -77,7 +77,7 @@ class Assistant(NamedTuple):
             rules, alone = self.model.crop_rules(), len(sizes) == num_images == 1
             # `anyres` cuts a picture only where it is the prompt's only one.
             visual_tokens = rules.visual_tokens(rules.picture(sizes[0]) if alone else Picture())
-        length = expanded_length(len(ids), num_images, visual_tokens)
+        length = len(ids) + num_images * (visual_tokens - 1)
         if length > (limit := context_length(self.model.config)):
             raise ValueError(
                 f"the conversation has {length} tokens with its pictures, more than the {limit} of "
@@ -220,25 +220,16 @@ def pictures_of_each(pictures: Sequence[Image.Image], counts: list[int]) -> list
 def load_assistant(
     model_path: str, model_base: str | None = None, conv_mode: str | None = None, **options: Any
 ) -> Assistant:
-    """Loads a checkpoint by `load_pretrained_model` to ask it questions, in the template that `choose_template` gives.
-
-    Raises:
-        ValueError: there is no such checkpoint, or its config names no template.
-    """
+    """A checkpoint with its template; ValueError where there is none, or its config names no template."""
     if not in_terminal():  # a bar that redraws itself makes a log unreadable
         transformers.utils.logging.disable_progress_bar()
-    name = get_model_name_from_path(model_path)
-    tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, name, **options)
+    tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, "", **options)
     template = choose_template(model.config, model_path, conv_mode)
     return Assistant(model_path, tokenizer, model, image_processor, template)
 
 
 def chosen_assistant(args: argparse.Namespace) -> Assistant:
-    """The checkpoint that `add_model_arguments` and `add_loading_arguments` choose.
-
-    Raises:
-        ValueError: see `load_assistant`; an unknown `--image-aspect-ratio`.
-    """
+    """The checkpoint that `add_model_arguments` and `add_loading_arguments` choose; ValueError as `load_assistant`."""
     assistant = load_assistant(
         args.model_path,
         args.model_base,
@@ -257,9 +248,7 @@ def chosen_assistant(args: argparse.Namespace) -> Assistant:
 def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | None = None) -> Conversation:
     """The template called `conv_mode`, or else the one that training wrote into the checkpoint's config.
 
-    Raises:
-        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and a wrong
-            guess from the path would go unnoticed.
+    LLaVA's checkpoints do not name theirs, and a wrong guess would go unnoticed: ValueError without either.
     """
     name = conv_mode or getattr(config, "mm_conv_version", None)
     if name is None:
@@ -276,11 +265,7 @@ def is_captioner(template: Conversation) -> bool:
 
 
 def load_picture(source: str, called: str = "--image-file") -> Image.Image:
-    """The picture at a path or http(s) address, which messages call `called`.
-
-    Raises:
-        ValueError: see `read_picture`; nothing can be downloaded.
-    """
+    """The picture at a path or http(s) address, which messages call `called`; ValueError where it cannot be read."""
     called = f"{called} {source}"
     if not source.startswith(("http://", "https://")):
         return read_picture(source, called)
@@ -295,11 +280,7 @@ def load_picture(source: str, called: str = "--image-file") -> Image.Image:
 
 
 def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
-    """The picture in a file or its bytes, checked as training checks its pictures; nothing is ever downloaded.
-
-    Raises:
-        ValueError: it is missing, or not a picture; the message names it.
-    """
+    """The picture in a file or its bytes, checked as in training; ValueError where it is missing or no picture."""
     try:
         with picture_header(file) as image:
             return decoded(image)

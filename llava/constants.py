@@ -12,9 +12,9 @@ DEFAULT_IM_START_TOKEN = "<im_start>"
 DEFAULT_IM_END_TOKEN = "<im_end>"
 IMAGE_PLACEHOLDER = "<image-placeholder>"
 
-MAX_ASPECT_RATIO = 100.0
-"""Longer side over shorter side of a picture. A few bytes can name a picture of one pixel by millions, and resizing its
-shorter side to a tower's, or padding it to a square, would take all memory."""
+MAX_ASPECT_RATIO, MAX_SIDE = 100.0, 16384
+"""Longer side over shorter side of a picture, and pixels of a side. A few bytes can name a picture of one pixel by
+millions, and resizing its shorter side to a tower's, or padding it to a square, would take all memory."""
 
 CONTROLLER_HEART_BEAT_EXPIRATION = 30
 """Seconds without a heartbeat after which LLaVA's controller drops a worker."""

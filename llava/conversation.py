@@ -85,11 +85,7 @@ class Conversation:
         return "".join(part.text for part in self.parts())
 
     def with_system(self, text: str) -> "Conversation":
-        """A copy with `text` as its system prompt.
-
-        Raises:
-            ValueError: the template has no place for a system prompt.
-        """
+        """A copy with `text` as its system prompt; ValueError where the template has no place for one."""
         if self.sep_style in (SeparatorStyle.PLAIN, SeparatorStyle.GEMMA):
             raise ValueError(f"a template of style {self.sep_style.name} has no place for a system turn")
         other = self.copy()
@@ -299,11 +295,7 @@ def answer_end(template: Conversation) -> str:
 
 
 def get_template(name: str) -> Conversation:
-    """A fresh copy of the template called `name`.
-
-    Raises:
-        ValueError: there is no such template; the message lists the names.
-    """
+    """A fresh copy of the template called `name`; ValueError with all names where there is none."""
     if name not in conv_templates:
         raise ValueError(
             f"--version {name!r}: no such conversation template; choose one of {', '.join(conv_templates)}"

@@ -237,11 +237,7 @@ def output_rows(output: Any) -> torch.Tensor:
 
 
 def text_embedding(model: PreTrainedModel) -> nn.Module:
-    """The text embedding.
-
-    Raises:
-        ValueError: the model's `get_input_embeddings` does not give one.
-    """
+    """The text embedding; ValueError where the model's `get_input_embeddings` does not give one."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):

@@ -29,7 +29,6 @@ class Layout(NamedTuple):
     cu_seqlens: torch.Tensor  # [B + 1] int32, start of each sample in the packed row, then T
     attention_mask: torch.Tensor | None  # [B, S'] bool; None without padding
     lengths: list[int]  # tokens of each sample
-    num_images: list[int]  # placeholders of each sample
     pictures: list[Picture]  # the picture of each placeholder [N], in reading order
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Layout":
@@ -100,17 +99,12 @@ def lay_out(
         cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         attention_mask=None,
         lengths=lengths.tolist(),
-        num_images=num_images,
         pictures=[Picture()] * len(visual_tokens) if pictures is None else list(pictures),
     )
 
 
 def pad_layout(layout: Layout, padding_side: str = "right") -> Layout:
-    """The layout of the same samples as a rectangle [B, S'].
-
-    Raises:
-        ValueError: `padding_side` is neither `left` nor `right`.
-    """
+    """The layout of the same samples as a rectangle [B, S'], padded on the `left` or `right`."""
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side: expected 'left' or 'right', found {padding_side!r}")
     lengths = torch.tensor(layout.lengths)

@@ -11,7 +11,7 @@ import shutil
 import stat
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,15 +25,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteria,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.utils.pixels import to_rgb, upright
-
-Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
-_LARGEST_SQUARE = 1 << 24  # pixels of a padded square that is held in memory
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -105,39 +100,9 @@ def process_prompt_images(
 def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
     """The processor's values [3, H, W]."""
     if pad:
-        image = _padded(image, image_processor)
+        image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
     # The format is given, because the processor would take a picture of 1 or 3 rows for one with channels first.
     return image_processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"][0]
-
-
-def _padded(image: Image.Image, image_processor: Any) -> Image.Image:
-    """The picture padded to a square; a large square only as the processor's first step resizes it."""
-    background = tuple(int(255 * mean) for mean in image_processor.image_mean)
-    resizes_first = type(image_processor) in (SiglipImageProcessorPil, CLIPImageProcessorPil)
-    if max(image.size) ** 2 <= _LARGEST_SQUARE or not (resizes_first and image_processor.do_resize):
-        return expand2square(image, background)
-    size = image_processor.size
-    sides = size["width"] or size["shortest_edge"], size["height"] or size["shortest_edge"]
-    return resized_square(image, background, sides, image_processor.resample)
-
-
-def resized_square(
-    image: Image.Image, background: tuple[int, ...], size: tuple[int, int], resample: int
-) -> Image.Image:
-    """`expand2square(image, background).resize(size, resample)` bit for bit, without the square in memory.
-
-    Pillow resizes along rows and then along columns, so that the rows can be padded and resized in bands.
-    """
-    side, width = max(image.size), size[0]
-    left, top = (side - image.width) // 2, (side - image.height) // 2
-    blank = Image.new("RGB", (side, 1), background).resize((width, 1), resample)
-    columns = blank.resize((width, side), Image.Resampling.NEAREST)
-    band = max(1, _LARGEST_SQUARE // side // 8)
-    for start in range(0, image.height, band):
-        rows = Image.new("RGB", (side, min(band, image.height - start)), background)
-        rows.paste(image.crop((0, start, image.width, start + rows.height)), (left, 0))
-        columns.paste(rows.resize((width, rows.height), resample), (0, top + start))
-    return columns.resize(size, resample)
 
 
 def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Pinpoints) -> torch.Tensor:
@@ -322,11 +287,6 @@ def follow_umask(folder: str | Path) -> None:
     for file in Path(folder).glob("*.safetensors"):
         if file.stat().st_mode != mode:
             file.chmod(stat.S_IMODE(mode))
-
-
-def expanded_length(tokens: Count, images: Count, num_visual_tokens: Count | int) -> Count:
-    """Length of a sample of `tokens` once its placeholders, which count as one each, have become V visual tokens."""
-    return tokens + images * (num_visual_tokens - 1)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from llava.conversation import Conversation
 from llava.data.cache import made_once
 from llava.data.parallel import in_processes
 from llava.data.records import Record, RecordTable
-from llava.mm_utils import expanded_length
 from llava.utils.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
@@ -50,7 +49,7 @@ def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int | np.ndarray,
 def whole_lengths(counts: np.ndarray, num_visual_tokens: int | np.ndarray) -> np.ndarray:
     """Length [N] of every sample after expansion, not cut."""
     text, images = counts[:, :2].astype(np.int64).T
-    return expanded_length(text + images, images, num_visual_tokens)
+    return text + images * num_visual_tokens
 
 
 class Tokenization(NamedTuple):

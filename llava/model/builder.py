@@ -34,11 +34,7 @@ def _read_fields(model_path: str, **kwargs: Any) -> dict[str, Any]:
 
 
 def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
-    """The LLaVA config of a LLaVA checkpoint, ours or Hugging Face's, or of a plain language model (folder or hub id).
-
-    Raises:
-        ValueError: there is no readable config, or its model type has no LLaVA class.
-    """
+    """The LLaVA config of a folder or hub id, LLaVA's or of a plain language model; ValueError if it has none."""
     fields = _read_fields(model_path, **kwargs)
     if is_hf_folder(fields):
         fields = own_fields(fields, model_path)

@@ -32,11 +32,7 @@ def is_hf_folder(fields: dict[str, Any]) -> bool:
 
 
 def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """The fields of our config that mean what these fields of Hugging Face's do; `model_type` is the plain decoder's.
-
-    Raises:
-        ValueError: they describe something that this tree does not have; the message names it.
-    """
+    """Hugging Face's fields as ours, with the plain decoder's `model_type`; ValueError names what this tree lacks."""
     config = LlavaConfig.from_dict({k: v for k, v in fields.items() if k != "model_type"})
     vision, text = config.vision_config, config.text_config
     assert isinstance(vision, PretrainedConfig) and isinstance(text, PretrainedConfig)

@@ -27,11 +27,7 @@ _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 
 
 def recorded_base(folder_or_id: str) -> str:
-    """The model that a LoRA was trained on, as its `adapter_config.json` says.
-
-    Raises:
-        ValueError: it names none, or a folder that is not on this machine.
-    """
+    """The model that a LoRA was trained on, by its `adapter_config.json`; ValueError if it names none that is here."""
     file = find_adapter_config_file(folder_or_id)
     base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
     if not base or (os.path.isabs(base) and not os.path.exists(base)):

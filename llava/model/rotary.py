@@ -33,11 +33,7 @@ def frequencies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rebuild_rotary(model: nn.Module) -> None:
-    """Computes all rotary frequencies of `model` again, in fp32, by each model's own function.
-
-    Raises:
-        ValueError: a model has frequencies that its own function does not compute.
-    """
+    """Computes all rotary frequencies again, in fp32, by each model's own function; ValueError where it cannot."""
     for module in filter(frequencies, model.modules()):
         for name, buffer in frequencies(module).items():
             module._buffers[name] = torch.full_like(buffer, torch.nan, dtype=torch.float32)

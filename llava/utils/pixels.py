@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image
 
-from llava.constants import MAX_ASPECT_RATIO
+from llava.constants import MAX_ASPECT_RATIO, MAX_SIDE
 
 ORIENTATIONS = ("stored", "exif")
 """`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
@@ -22,9 +22,10 @@ _TURNS = {
 def check_header(image: Image.Image) -> None:
     """Raises ValueError where a picture, not decoded yet, is too long for its width or cannot become RGB."""
     short, long = sorted(image.size)
-    if long > MAX_ASPECT_RATIO * short:
+    if long > min(MAX_ASPECT_RATIO * short, MAX_SIDE):
         raise ValueError(
-            f"{image.width:,} x {image.height:,} pixels; a side may be {MAX_ASPECT_RATIO:g} times the other: crop it"
+            f"{image.width:,} x {image.height:,} pixels; a side may be {MAX_ASPECT_RATIO:g} times the other and have "
+            f"{MAX_SIDE:,} pixels: crop or resize it"
         )
     if image.mode in _UNCONVERTED_MODES:
         raise ValueError(f"colours of mode {image.mode}; convert it to RGB")

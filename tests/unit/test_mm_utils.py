@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from llava import mm_utils
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.mm_utils import (
     KeywordsStoppingCriteria,
@@ -81,19 +80,6 @@ def test_several_pictures_of_a_prompt_are_padded_where_one_is_cropped():
     assert torch.equal(torch.cat(together), process_images(pictures, processor, config("pad")))
     batch = process_images(pictures, processor, config("anyres"))  # as upstream's function
     assert [crops.shape[0] for crops in batch] == [1 + 3, 1 + 2]
-
-
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("size", [(5, 900), (900, 5), (201, 700), (700, 202), (33, 32), (1, 70), (70, 1)])
-def test_a_large_square_is_never_in_memory_and_pixels_are_the_same(monkeypatch, processor, size):
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-    expected = process_images([image], PROCESSORS[processor], config("pad"))
-    monkeypatch.setattr(mm_utils, "_LARGEST_SQUARE", 0)
-    monkeypatch.setattr(mm_utils, "expand2square", None)
-    made, real = [], Image.new
-    monkeypatch.setattr(Image, "new", lambda mode, size, *rest: made.append(size) or real(mode, size, *rest))
-    assert torch.equal(process_images([image], PROCESSORS[processor], config("pad")), expected)
-    assert max(width * height for width, height in made) <= 32 * max(size)
 
 
 def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():

@@ -10,11 +10,7 @@ from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
 
 
 def read_vision_config(vision_tower: str) -> dict[str, Any]:
-    """The vision encoder's config as a dictionary, from a local folder or a hub id.
-
-    Raises:
-        ValueError: there is no readable config, or its `model_type` is not in `TOWERS`.
-    """
+    """The config of a vision encoder, a folder or hub id; ValueError where there is none of a kind in `TOWERS`."""
     try:
         config = AutoConfig.from_pretrained(vision_tower)
     except (OSError, ValueError) as error:

@@ -74,11 +74,7 @@ def _load_newline(newline: nn.Parameter | None, stored: dict[str, torch.Tensor],
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` file, by name; other objects are refused, and no code in it is executed.
-
-    Raises:
-        ValueError: the file is damaged, or holds other objects.
-    """
+    """The tensors of a `.bin` file, by name, without executing code; ValueError if it is damaged or holds more."""
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
