@@ -24,7 +24,6 @@ from llava.data.zip_files import ZipMembers
 from llava.utils.digests import bytes_digest, remembered_digest
 from llava.utils.pixels import (
     check_header,
-    dark_levels,
     exif_orientation,
     has_wide_levels,
     to_rgb,
@@ -140,8 +139,7 @@ class ImageStore:
         if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
             advice = "--image_orientation exif turns it upright"
             return Problem("turned", f"it is used as stored, not by its EXIF orientation {number}; {advice}")
-        fault = dark_levels(picture)
-        return Problem("dark", fault) if fault else None
+        return None
 
     @contextmanager
     def _header(self, image: ImagePlace) -> Iterator[Image.Image]:

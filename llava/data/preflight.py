@@ -39,7 +39,7 @@ from llava.utils.progress import progress
 
 PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
 FAULTS = ("json", "schema", "text", "placeholders", "turns", *PICTURE_FAULTS)
-"""Their kinds; docs/data.md says what each means, as of the warnings `other_marker`, `turned` and `dark`."""
+"""Their kinds; docs/data.md says what each means, as of the warnings `other_marker` and `turned`."""
 _FORMAT = 7  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records

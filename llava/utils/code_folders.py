@@ -3,7 +3,8 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 
@@ -12,16 +13,11 @@ def user_cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def _inductor_folder() -> Path:
-    """The folder below the system's temporary folder, where any user could have made it."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return Path(default_cache_dir())
-
-
 CODE_FOLDERS: dict[str, Callable[[], Path]] = {
     "TORCH_EXTENSIONS_DIR": lambda: user_cache_home() / "torch_extensions",  # C++ ops, which DeepSpeed has built
-    "TORCHINDUCTOR_CACHE_DIR": _inductor_folder,
+    "TORCHINDUCTOR_CACHE_DIR": lambda: Path(
+        import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    ),
     "TRITON_CACHE_DIR": lambda: Path(os.environ.get("TRITON_HOME", Path.home()), ".triton/cache"),
     "HF_MODULES_CACHE": lambda: Path(os.environ.get("HF_HOME", user_cache_home() / "huggingface"), "modules"),
 }
@@ -46,18 +42,14 @@ def refuse_shared(folder: Path, named_by: str) -> None:
         ValueError: it, or something in it, belongs to another user than this one and root, or others can write into it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts, fault = folder.stat(), ""
-    if strangers := {folder.lstat().st_uid, facts.st_uid, *_owners(folder)} - {0, os.geteuid()}:
+    facts, fault, owners = folder.stat(), "", {folder.lstat().st_uid, folder.stat().st_uid}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process may just have removed it
+            owners.add(path.lstat().st_uid)
+    if strangers := owners - {0, os.geteuid()}:
         fault = f"it or something in it belongs to user {min(strangers)}"
     group_writes = facts.st_mode & stat.S_IWGRP and facts.st_gid != facts.st_uid  # equal: the user's own group
     if group_writes or facts.st_mode & stat.S_IWOTH:
         fault = f"others can write into it (mode {stat.S_IMODE(facts.st_mode):o})"
     if fault:
         raise ValueError(f"{named_by}{folder}: code is executed from there, and {fault}; name a folder of your own")
-
-
-def _owners(folder: Path) -> Iterator[int]:
-    """The owners of what is directly in a folder, from which other processes may just remove something."""
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            yield path.lstat().st_uid

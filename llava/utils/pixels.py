@@ -1,7 +1,5 @@
 """What a picture is before a processor sees it: the shape that it may have, which side is up, its colours."""
 
-from collections.abc import Mapping
-
 import numpy as np
 from PIL import Image
 
@@ -11,7 +9,6 @@ ORIENTATIONS = ("stored", "exif")
 """`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 274, 258, 262  # of EXIF and TIFF
 _UNCONVERTED_MODES = ("LAB", "La", "RGBa")
-_DARK = 1 << 12  # of 1 << 16 levels: below it a picture has 16 of 256 levels
 _Turn = Image.Transpose
 _TURNS = {
     2: _Turn.FLIP_LEFT_RIGHT, 3: _Turn.ROTATE_180, 4: _Turn.FLIP_TOP_BOTTOM, 5: _Turn.TRANSPOSE,
@@ -67,13 +64,20 @@ def upright_size(image: Image.Image, orientation: str) -> tuple[int, int]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """The picture in mode RGB, in its stored colours: palettes are looked up, transparency is left out as LLaVA does.
 
-    Levels of more than 8 bits are scaled, where Pillow's own conversion clips nearly everything to white or to black.
+    Grey of 16 bits is scaled, where Pillow's own conversion clips nearly everything to white.
 
     Raises:
-        ValueError: the levels have a range that nothing names.
+        ValueError: the levels have another range than 8 or 16 bits.
     """
     if has_wide_levels(image):
-        return _eight_bits(image).convert("RGB")
+        tags = getattr(image, "tag_v2", {})  # of TIFF
+        if (
+            image.mode == "F"
+            or tags
+            and (image.mode == "I" or tags.get(_BITS_TAG) == (12,) or not tags[_PHOTOMETRIC_TAG])
+        ):
+            raise ValueError("levels of 32 bits, of 12 bits, or with 0 for white: convert it to 8 bits")
+        return Image.fromarray((np.asarray(image) * (255 / 65535) + 0.5).astype(np.uint8)).convert("RGB")
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     # By way of RGBA, because Pillow warns where a palette's transparency is a table.
@@ -83,37 +87,3 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def has_wide_levels(image: Image.Image) -> bool:
     """Whether the levels have more than 8 bits: 16-bit grey, 32-bit integers, floats."""
     return image.mode == "F" or image.mode.startswith("I")
-
-
-def dark_levels(image: Image.Image) -> str | None:
-    """What is odd about 16-bit levels that use so little of their range that they come out nearly black, or None."""
-    if not has_wide_levels(image) or _largest_level(image) != 65535:
-        return None
-    largest = int(np.asarray(image).max())
-    return f"16-bit levels of at most {largest:,} of 65,535: it comes out nearly black" if 0 < largest < _DARK else None
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    levels = np.asarray(image)
-    if largest := _largest_level(image):
-        if _tiff_tags(image).get(_PHOTOMETRIC_TAG) == 0:  # white is 0
-            levels = largest - levels
-        return Image.fromarray((levels * (255 / largest) + 0.5).astype(np.uint8))
-    low, high = levels.min(), levels.max()
-    if image.mode == "F" and low >= 0 and high <= 1:
-        return Image.fromarray((levels * 255 + 0.5).astype(np.uint8))
-    if low >= 0 and high <= 255:
-        return image.convert("L")
-    expected = "0 to 1 or 0 to 255" if image.mode == "F" else "0 to 255"
-    raise ValueError(f"32-bit levels from {low:g} to {high:g}; expected {expected}: convert it to 8 bits")
-
-
-def _largest_level(image: Image.Image) -> int | None:
-    """The level that means white; None for 32 bits, whose range no file names."""
-    if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
-        return None
-    return 4095 if _tiff_tags(image).get(_BITS_TAG) == (12,) else 65535
-
-
-def _tiff_tags(image: Image.Image) -> Mapping[int, object]:
-    return getattr(image, "tag_v2", {})

@@ -52,14 +52,6 @@ def contains(answer: str, expected: str) -> bool:
     return f" {_words(normalized(expected))} " in f" {_words(normalized(answer))} "
 
 
-def relaxed(answer: str, expected: str) -> bool:
-    """ChartQA's relaxed accuracy: a number may be up to 5 % of the expected number away, a text must be the same."""
-    value, right = _whole_number(answer), _whole_number(expected)
-    if value is None or right is None:
-        return same_answer(answer, expected)
-    return abs(value - right) <= TOLERANCE * abs(right)
-
-
 def yes_or_no(text: str) -> str | None:
     """The text's first word if that is yes or no, else the only one of them anywhere in it."""
     words = normalized(text).split()
@@ -88,11 +80,6 @@ def _only(found: set) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
-def _whole_number(text: str) -> Decimal | None:
-    match = _NUMBER.fullmatch(_plain(text).strip().removesuffix("."))
-    return _value(match) if match else None
-
-
 def _value(match: re.Match[str]) -> Decimal | None:
     sign, digits, percent = match[1], match[2].rstrip(".,:"), match[3]
     if not _DECIMAL.fullmatch(digits):
@@ -100,7 +87,6 @@ def _value(match: re.Match[str]) -> Decimal | None:
     return Decimal(sign + digits.replace(",", "")) / (100 if percent else 1)
 
 
-TOLERANCE = Decimal("0.05")
 _NUMBER = re.compile(r"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*)(\s*%)?")
 _DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d+)?")
 _FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")
@@ -110,7 +96,7 @@ _LATIN_LETTER = re.compile("[A-Z]")
 _LATIN_WORD = re.compile("[A-Za-z\u00c0-\u024f]{2}|[a-z]")
 _COUNTED = re.compile("(\\d)(?=[\uac00-\ud7af])")  # Korean counts `3개`
 READERS: dict[str, Callable[[str], object | None]] = {"yes_no": yes_or_no, "choice": letter, "numeric": number}
-COMPARED = {"exact": same_answer, "contains": contains, "relaxed": relaxed}
+COMPARED = {"exact": same_answer, "contains": contains}
 KINDS = (*COMPARED, *READERS)
 
 

@@ -31,8 +31,7 @@ IMPORTS = {
     "expand2square process_anyres_image load_image_from_base64",
     "llava.model": "LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM",
     "llava.model.builder": "load_pretrained_model",
-    "llava.utils": "build_logger disable_torch_init moderation_msg pretty_print_semaphore rank0_print rank_print "
-    "server_error_msg violates_moderation",
+    "llava.utils": "build_logger disable_torch_init rank0_print rank_print",
 }
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1, "max_new_tokens": 8, "use_cache": True}
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: checked devices and precisions, refusals of one line."""
+"""What all commands have in common: checked precisions, refusals of one line."""
 
 import os
 import shutil
@@ -11,20 +11,8 @@ import torch
 from paths import ROOT
 
 from llava.analysis import __main__ as analysis
-from llava.eval import answer, evaluate, run_llava
+from llava.eval import evaluate
 from llava.model import merge_lora
-from llava.serve import cli
-
-ASKING = ["--model-path", "x", "--image-file", "y"]
-COMMANDS = {
-    "chat": (cli.main, ASKING),
-    "question": (run_llava.main, [*ASKING, "--query", "z"]),
-    "answers": (answer.main, ["--model-path", "x", "--data", "y", "--output", "z"]),
-    **{
-        name: (analysis.main, [name, "--model", "x"])
-        for name in ("interface-norms", "layer-norms", "update-rates", "gradients", "attention", "interventions")
-    },
-}
 
 
 def refusal(main, argv: list[str], capsys) -> str:
@@ -36,25 +24,6 @@ def refusal(main, argv: list[str], capsys) -> str:
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
-
-
-@pytest.mark.parametrize("device", ["banana", "cuda:99", "cpu:1", ""])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_device_that_this_machine_lacks_is_refused_in_one_line(command, device, capsys):
-    main, argv = COMMANDS[command]
-    line = refusal(main, [*argv, "--device", device], capsys)
-    assert f"--device: this machine has no device {device!r}; expected one of cpu" in line
-
-
-def test_devices_of_an_accelerator_are_known_by_name(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
-        argv = ["--model-path", "x", "--image-file", "y", "--device", device]
-        assert cli.parser().parse_args(argv).device == device
-    with pytest.raises(SystemExit):
-        cli.parser().parse_args([*argv, "--device", "cuda:2"])
 
 
 @pytest.mark.parametrize(

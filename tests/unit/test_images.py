@@ -269,25 +269,13 @@ def test_a_picture_that_is_turned_and_cut_off_is_a_fault_when_decoded(tmp_path):
     assert kind_of(ImageStore(tmp_path), "a.jpg", full_decode=True) == "image_unreadable"
 
 
-@pytest.mark.parametrize(
-    ("image", "kind", "message"),
-    [
-        (np.full((4, 4), 1000.0, np.float32), "image_unreadable", "32-bit levels from 1000 to 1000; expected 0 to 1"),
-        (np.full((4, 4), 70_000, np.int32), "image_unreadable", "32-bit levels from 70000 to 70000; expected 0 to 255"),
-        (np.full((4, 4), 4000, np.uint16), "dark", "16-bit levels of at most 4,000 of 65,535"),
-        (np.full((4, 4), 0.5, np.float32), None, ""),
-        (np.zeros((4, 4), np.uint16), None, ""),
-    ],
-)
-def test_levels_that_would_come_out_black_or_white_are_named(tmp_path, image, kind, message):
-    Image.fromarray(image).save(tmp_path / "a.tif")
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_levels_of_32_bits_are_named(tmp_path, dtype):
+    Image.fromarray(np.zeros((4, 4), dtype)).save(tmp_path / "a.tif")
     store = ImageStore(tmp_path)
-    assert kind_of(store, "a.tif") == kind
-    if kind:
-        assert message in store.check("a.tif")[1].message
-    if kind == "image_unreadable":
-        with pytest.raises(ImageError, match=r"a\.tif.*32-bit levels"):
-            store.open("a.tif")
+    assert kind_of(store, "a.tif") == "image_unreadable"
+    with pytest.raises(ImageError, match=r"a\.tif.*levels of 32 bits.*convert it to 8 bits"):
+        store.open("a.tif")
 
 
 def test_colours_that_cannot_become_rgb_are_named_by_the_header(tmp_path):
