@@ -37,33 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else argv
     called = " ".join([PACKAGE, *argv[:1]])
-    return exit_status(lambda: measure(argv), f"{called}: interrupted; rerun the same command to resume", called)
+    return exit_status(lambda: run(argv), f"{called}: interrupted; rerun the same command to resume", called)
 
 
-def measure(argv: list[str]) -> int | None:
-    """Refuses what its config tells of a model before any is measured, and runs one command."""
+def run(argv: list[str]) -> int | None:
+    """Parses and runs one command."""
     args = parser(argv[0] if argv else None).parse_args(argv)
     args.argv = argv
-    import_pyplot()
-    if "layers_path" in args:  # the command runs models
-        from llava.analysis.models import check
-
-        for model in args.models:
-            check(model, args)
-    try:
-        return args.run(args)
-    finally:
-        tell_unreadable(args)
-
-
-def tell_unreadable(args: argparse.Namespace) -> None:
-    """Names on stderr the samples that cannot be read, and counts those that do not have exactly one picture."""
-    if left_out := getattr(args, "left_out", ""):
-        print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
-    reasons = list(getattr(args, "unreadable", {}).values())
-    if reasons:
-        rest = f"; and {len(reasons) - 10} more, see the result's provenance" if len(reasons) > 10 else ""
-        print(f"{len(reasons)} samples left out: {'; '.join(reasons[:10])}{rest}", file=sys.stderr)
+    import_pyplot()  # figures come last; without Matplotlib nothing is measured
+    return args.run(args)
 
 
 if __name__ == "__main__":

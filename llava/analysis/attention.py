@@ -10,11 +10,11 @@ Shapes: L layers, H heads, S sequence, Q query tokens, V visual tokens.
 
 import argparse
 import contextlib
-import inspect
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,24 +22,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-from llava.analysis import measure, models, samples
-from llava.analysis.commands import NamedModel, required_models
-from llava.analysis.measure import Values, sink_mask
-from llava.analysis.output import TableRow, figure, write_result
+from llava.analysis import measure, samples
+from llava.analysis.measure import Values
+from llava.analysis.output import TableRow, draw_rows, figure, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
 from llava.analysis.seen_area import WHOLE, Area
-from llava.utils.presentation import NEUTRAL, import_pyplot, looks
+from llava.utils.presentation import import_pyplot
 
 SHOWN = 5
 COLOUR_MAP, OPACITY = "inferno", 0.65
-PROFILES = {  # what a picture's values are called in the tables of the layers
-    "share": "share per layer",
-    "entropy": "entropy per layer",
-    "share without sinks": "share per layer without sinks",
-    "entropy without sinks": "entropy per layer without sinks",
-    "top": "most seen token per layer",
-    "uniform": "share per layer if uniform",
+COLUMNS = {
+    "share": "visual share of attention",
+    "uniform": "share if uniform",
+    "entropy": "entropy / ln V",
+    "top": "most seen token",
 }
+"""What a layer's values are called in the tables."""
 
 _PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "hyperclovax_vision_v2")
 _PATCHES += ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "kimi_k25", "cosmos3_edge")
@@ -70,31 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table, the heatmaps, and the profiles' figure."""
-    drawn = samples.choose(args)
-    results = {model.name: measure_attention(model, drawn, args) for model in required_models(args.models)}
-    profiles = {name: curves(pictures) for name, pictures in results.items()}
-    write_result(args, [table_row(name, pictures) for name, pictures in results.items()], profiles)
-    for name, curve in profiles.items():
-        without = [layer for layer, share in enumerate(curve["share per layer"]["mean"]) if math.isnan(share)]
-        if without:
+    models, drawn = measure.begin(args)
+    look = partial(look_of, query=args.query)
+    results = {m.name: measure.batches("attention", m, drawn, args, look, flags=("query",)) for m in models}
+    layers = [row for name, pictures in results.items() for row in layer_rows(name, pictures)]
+    write_result(args, [table_row(name, pictures) for name, pictures in results.items()])
+    write_result(args, layers, name=f"{args.command}-layers", show=False)
+    for name in results:
+        if without := [row["layer"] for row in layers if row["model"] == name and COLUMNS["share"] not in row]:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     draw_maps(args, drawn, results)
-    draw_profiles(args, profiles)
+    draw_rows(args, layers, "layer", {column: {} for column in COLUMNS.values()}, name=f"{args.command}-profiles")
 
 
-def measure_attention(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> list[Values]:
-    """What `attention_of` says of each sample."""
-
-    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
-        probe = models.load(named, args)
-        return lambda part: look(probe, part[0], args.query)
-
-    return measure.batches("attention", named, drawn, args, start, flags=("query",))
-
-
-def look(probe: Probe, sample: samples.PicturePrompt, query: str) -> Values:
+def look_of(probe: Probe, part: Sequence[samples.PicturePrompt], query: str) -> Values:
     """What `attention_of` says of one sample."""
-    batch = probe.prepare([sample])
+    (sample,), batch = part, probe.prepare(part)
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
     asking = query_positions(probe.groups(batch)[0].cpu(), texts, query, sample.name)
     return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")[0]
@@ -104,32 +93,24 @@ def look(probe: Probe, sample: samples.PicturePrompt, query: str) -> Values:
 
 
 @contextlib.contextmanager
-def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Within the block, attention is eager, and `see` gets each layer's index, the first sample's weights [H, S, S] and
-    mask [1 or H, S, S], True where a token (second axis) may look at another (third), in one run.
+def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Within the block, attention is eager, and `see` gets each layer's index and the first sample's weights [H, S, S].
+
+    A layer's weights are freed after that.
     """
     modules = {module: index for index, layer in enumerate(layers) for module in layer.modules()}
     attentions = {module: index for module, index in modules.items() if hasattr(module, "layer_idx")}
     configs = {id(m.config): m.config for m in attentions if hasattr(m, "config")}.values()
-    passed: set[int] = set()
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, torch.Tensor) or weights.ndim != 4:
             return None  # a layer without attention
-        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        mask, index = (bound | bound.get("kwargs", {})).get("attention_mask"), attentions[module]
-        if mask is None or index in passed:
-            fault = "gets no attention mask" if mask is None else "is one of several attentions in a layer"
-            raise ValueError(f"{type(module).__name__} {fault}, so its attention cannot be measured")
-        passed.add(index)
-        mask = mask[..., : weights.shape[-1]]
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        see(index, weights[0], allowed[0])
+        see(attentions[module], weights[0])
         return (output[0], None, *output[2:])
 
     before = [config._attn_implementation for config in configs]
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in attentions]
+    handles = [module.register_forward_hook(hook) for module in attentions]
     for config in configs:
         config._attn_implementation = "eager"
     try:
@@ -144,6 +125,8 @@ def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor, torch
 def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) -> tuple[Values, Observation]:
     """What the attention in a batch of one sample says, and what else passed through the model.
 
+    A token that a mask hides has a weight of exactly 0.
+
     Args:
         asking: [S] bool, True at the tokens that look.
         called: how the error message begins where no layer lets these tokens look at the picture.
@@ -151,47 +134,43 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
     Returns:
         per layer [L], NaN where a layer has no attention: `share` of the visual tokens; `entropy` over them, divided by
         ln of how many the query may look at, so that 1 is uniform; `top`, the most seen one's share of the picture's
-        attention; the first two without visual sinks (see `measure`); `uniform`, the visual tokens' share of the tokens
-        that the query may look at. `sinks`, by their place in the picture; `map` [rows, columns], the mean over layers
-        and heads, summing to 1, empty where `no map` says why; `area`, of the picture that the map covers.
+        attention; `uniform`, the visual tokens' share of the tokens that the query may look at. `map` [rows, columns],
+        the mean over layers and heads, summing to 1, empty where `no map` says why; `area`, of the picture that the map
+        covers.
 
     Raises:
         ValueError: no layer lets the tokens look at the picture, or no layer gives its attention.
     """
-    groups, count = probe.groups(batch), len(probe.parts.layers)
-    visual, looks = groups[0].cpu() == VISUAL, {}
+    visual = probe.groups(batch)[0].cpu() == VISUAL
+    values = {name: np.full(len(probe.parts.layers), np.nan) for name in COLUMNS}
+    total, layers = torch.zeros(int(visual.sum()), dtype=torch.float64), set()
 
-    def see(index: int, weights: torch.Tensor, allowed: torch.Tensor) -> None:
-        allowed = allowed.expand(len(weights), -1, -1).cpu()[:, asking]  # [H, Q, S]
-        inside = allowed[:, :, visual]
-        uniform = (inside.sum(dim=-1) / allowed.sum(dim=-1)).mean().item()
-        looked = weights.double().cpu()[:, asking][:, :, visual].mean(dim=1)
-        if not looked.isfinite().all():
-            raise ValueError(f"{probe.name}: attention weights of layer {index} are NaN or infinite")
-        looks[index] = looked, inside.any(dim=0).any(dim=0), uniform
+    def see(index: int, weights: torch.Tensor) -> None:
+        weights = weights.double().cpu()[:, asking]  # [H, Q, S]
+        looked = weights[:, :, visual].mean(dim=1)
+        if not looked.isfinite().all() or index in layers:
+            fault = "several attentions" if index in layers else "weights that are NaN or infinite"
+            raise ValueError(f"{probe.name}: attention of layer {index} has {fault}, so it cannot be measured")
+        layers.add(index)
+        total.add_(looked.mean(dim=0))
+        allowed = (weights > 0).any(dim=0)  # [Q, S]
+        values["uniform"][index] = (allowed[:, visual].sum(dim=-1) / allowed.sum(dim=-1)).mean().item()
+        visible = allowed[:, visual].any(dim=0)
+        values["share"][index], values["entropy"][index], values["top"][index] = shares(looked[:, visible])
 
     with watched(probe.parts.layers, see):
         seen = probe.run(batch)
-    if not looks:
+    if not layers:
         raise ValueError(f"{probe.name}: no decoder layer gives its attention weights, so none can be measured")
-    total = torch.stack([looked.mean(dim=0) for looked, _, _ in looks.values()]).sum(dim=0)
     if not total.any():
         raise ValueError(f"{called} look at the picture")
-    sinks = sink_mask(seen)[0][visual]
-    values = {name: np.full(count, np.nan) for name in PROFILES}
-    for index, (looked, visible, uniform) in looks.items():
-        values["uniform"][index] = uniform
-        values["share"][index], values["entropy"][index], values["top"][index] = shares(looked[:, visible])
-        without = shares(looked[:, visible & ~sinks])
-        values["share without sinks"][index], values["entropy without sinks"][index] = without[:2]
     try:
         rows, columns = picture_grid(probe.model, batch, len(total))
         heat, no_map = (total / total.sum()).view(rows, columns).numpy(), ""
     except NoMap as error:
         heat, no_map = np.empty((0, 0)), str(error)
     area = np.array(batch.areas[0] if batch.areas else WHOLE)
-    places = sinks.nonzero().flatten().numpy()
-    return values | {"sinks": places, "map": heat, "no map": np.array(no_map), "area": area}, seen
+    return values | {"map": heat, "no map": np.array(no_map), "area": area}, seen
 
 
 def shares(looks: torch.Tensor) -> tuple[float, float, float]:
@@ -287,104 +266,73 @@ def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
     return [(rows, columns) for *frames, rows, columns in value.tolist() for _ in range(math.prod(frames))]
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables and figures -----------------------------------------------------------------------------------------------
 
 
 def table_row(name: str, pictures: list[Values]) -> TableRow:
     """Means and medians over samples and layers; the picture's upper half by the mean map."""
     maps = [picture["map"] for picture in pictures if picture["map"].size]
     row: TableRow = {"model": name, "samples": len(pictures), "with a map": len(maps)}
-    columns = {"visual share of attention": "share", "visual share without sinks": "share without sinks"}
-    columns |= {"share if uniform": "uniform", "entropy / ln V": "entropy"}
-    columns |= {"entropy without sinks": "entropy without sinks", "most seen token": "top"}
-    for column, what in columns.items():
+    for what, column in COLUMNS.items():
         values = np.concatenate([picture[what] for picture in pictures])
         values = values[~np.isnan(values)]
-        row[column] = measure.mean(values)
-        if what not in ("uniform", "top"):
-            row[f"{column}, median"] = measure.median(values)
-    row["upper half"] = measure.mean(np.array([upper_half(heat) for heat in maps]))
-    row["upper half without the most seen"] = measure.mean(np.array([upper_half(without_most_seen(m)) for m in maps]))
-    return row | {"visual sinks a picture": float(np.mean([len(picture["sinks"]) for picture in pictures]))}
-
-
-def profile(heatmap: np.ndarray, rows: int) -> np.ndarray:
-    """The share of each of `rows` rows of a map; each row's own share is spread evenly over its height."""
-    bounds = np.linspace(0, 1, len(heatmap) + 1)
-    return np.diff(np.interp(np.linspace(0, 1, rows + 1), bounds, np.cumsum([0, *heatmap.sum(axis=1)])))
-
-
-def without_most_seen(heatmap: np.ndarray) -> np.ndarray:
-    """The map without its largest token, which may be an attention sink, summing to 1 again."""
-    rest = np.where(heatmap == heatmap.max(), 0.0, heatmap)
-    return rest / rest.sum() if rest.any() else heatmap
+        row |= {column: measure.mean(values), f"{column}, median": measure.median(values)}
+    return row | {"upper half": measure.mean(np.array([upper_half(heat) for heat in maps]))}
 
 
 def upper_half(heatmap: np.ndarray) -> float:
     """The part of a map that lies in the upper half; a middle row counts half."""
-    return float(profile(heatmap, 2)[0])
+    half = len(heatmap) // 2
+    return float(heatmap[:half].sum() + (heatmap[half].sum() / 2 if len(heatmap) % 2 else 0))
 
 
-def curves(pictures: list[Values]) -> dict[str, Any]:
-    """Mean, standard deviation and median over the samples of each layer's values, and the places of the sinks."""
-    places = Counter(int(place) for picture in pictures for place in picture["sinks"])
-    result: dict[str, Any] = {"visual sinks: pictures by place": dict(sorted(places.items()))}
-    result |= {title: _moments([picture[what] for picture in pictures]) for what, title in PROFILES.items()}
-    maps = [picture["map"] for picture in pictures if picture["map"].size]
-    if maps:
-        result["share per row, mean"] = _moments([profile(heat, max(map(len, maps))) for heat in maps])
-    return result
-
-
-def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
-    # Of each column over the samples that have it; NaN where none has.
-    columns = [column[~np.isnan(column)] for column in np.array(values).T]
-    kinds = {"mean": np.mean, "std": np.std, "median": np.median}
-    return {name: [float(of(c)) if len(c) else math.nan for c in columns] for name, of in kinds.items()}
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
+def layer_rows(name: str, pictures: list[Values]) -> list[TableRow]:
+    """Mean, std and median over the samples of each layer's values; a layer without attention has none."""
+    rows = []
+    for layer in range(len(pictures[0]["share"])):
+        row: TableRow = {"model": name, "layer": layer}
+        for what, column in COLUMNS.items():
+            values = np.array([picture[what][layer] for picture in pictures])
+            values = values[~np.isnan(values)]
+            if len(values):
+                row |= {column: float(values.mean()), f"{column}, std": float(values.std())}
+                row[f"{column}, median"] = float(np.median(values))
+        rows.append(row)
+    return rows
 
 
 def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[str, list[Values]]) -> None:
-    """Draws the first pictures that have a map of every model that gives any, and prints what has none."""
+    """Draws the first pictures that have a map of every model that gives any, and prints what has none.
+
+    One column per sample: the picture, then a row per model in the given order; one colour scale per column.
+    """
     for name, pictures in results.items():
         reasons = Counter(str(picture["no map"]) for picture in pictures if not picture["map"].size)
         if reasons:
             why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
             print(f"{name}: no map of {reasons.total()} of {len(pictures)} pictures: {why}")
     gridded = {name: pictures for name, pictures in results.items() if any(picture["map"].size for picture in pictures)}
-    together = enumerate(zip(*gridded.values(), strict=True))
-    columns = [index for index, pictures in together if all(picture["map"].size for picture in pictures)][:SHOWN]
-    if gridded and not columns:
-        print(f"no heat maps: no picture has one of every model ({', '.join(gridded)})")
-    readable = [index for index in range(len(drawn)) if str(index) not in drawn.unreadable]
-    if columns:
-        maps = {name: [pictures[column] for column in columns] for name, pictures in gridded.items()}
-        draw_heatmaps(args, [drawn[readable[column]] for column in columns], maps)
-
-
-def draw_heatmaps(
-    args: argparse.Namespace, shown: Sequence[samples.PicturePrompt], results: dict[str, list[Values]]
-) -> None:
-    """One column per sample: the picture, then a row per model in the given order; one colour scale per column."""
-    size, name = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6), f"{args.command}-heatmaps"
-    with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
-        for column, sample in enumerate(shown):
+    shown = [
+        i for i, pictures in enumerate(zip(*gridded.values(), strict=True)) if all(p["map"].size for p in pictures)
+    ]
+    shown = shown[:SHOWN]
+    if not shown:
+        print("no heat maps: no picture has one of every model" if gridded else "no heat maps")
+        return
+    size, name = (2.3 * len(shown) + 0.8, 2.2 * len(gridded) + 2.6), f"{args.command}-heatmaps"
+    with figure(args, 1 + len(gridded), len(shown), figsize=size, squeeze=False, name=name) as (made, axes):
+        for column, index in enumerate(shown):
+            sample = drawn[index]
             axes[0, column].imshow(sample.image)
             axes[0, column].set_title("\n".join(textwrap.wrap(sample.prompt, 26, max_lines=2)), fontsize=9)
-            most = max(pictures[column]["map"].max() for pictures in results.values())
-            for axis, (model, pictures) in zip(axes[1:, column], results.items(), strict=True):
-                values = pictures[column]
-                bright = axis.imshow(overlaid(sample.image, values["map"], most, values["area"]), COLOUR_MAP)
+            most = max(pictures[index]["map"].max() for pictures in gridded.values())
+            for axis, (model, pictures) in zip(axes[1:, column], gridded.items(), strict=True):
+                axis.imshow(overlaid(sample.image, pictures[index]["map"], most, pictures[index]["area"]))
                 axis.set_ylabel(model if column == 0 else "")
         for axis in axes.flat:
             axis.set(xticks=[], yticks=[])
             axis.grid(False)
-        bright.set_clim(0, 1)
-        bar = drawn.colorbar(bright, ax=axes[1:], shrink=0.8, ticks=[0, 1])
-        bar.ax.set_yticklabels(["0", "most"])
-        bar.set_label("share of the picture's attention")
+        made.supxlabel("brightness: share of the picture's attention, from 0 to the most in the column", fontsize=9)
 
 
 def overlaid(picture: Image.Image, heat: np.ndarray, most: float, area: Area = WHOLE) -> Image.Image:
@@ -405,31 +353,3 @@ def overlaid(picture: Image.Image, heat: np.ndarray, most: float, area: Area = W
     above = grey.copy()
     above.paste(Image.fromarray(np.uint8(255 * colours)).resize(size, Image.Resampling.NEAREST), (left, top))
     return Image.blend(grey, above, OPACITY)
-
-
-def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    """Share of attention per image row, visual share per layer, entropy per layer; bands are one std over samples."""
-    look = looks(results)
-    references = [np.array(curve["share per layer if uniform"]["mean"]) for curve in results.values()]
-    alike = all(np.array_equal(reference, references[0], equal_nan=True) for reference in references)
-    with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
-        for (name, curve), uniform in zip(results.items(), references, strict=True):
-            colour = look[name]["color"]
-            for axis, key in zip(axes, ("share per row, mean", "share per layer", "entropy per layer"), strict=True):
-                moments = curve.get(key, {"mean": [], "std": []})
-                mean, std = np.array(moments["mean"]), np.array(moments["std"])
-                at = np.flatnonzero(~np.isnan(mean))  # a layer without attention gets no point
-                shown = at + (axis is axes[0])  # rows are counted from 1
-                axis.plot(shown, mean[at], "o-", markersize=3, color=colour, label=name)
-                axis.fill_between(shown, (mean - std)[at], (mean + std)[at], color=colour, alpha=0.15, linewidth=0)
-                if axis is axes[0] and len(mean):
-                    axis.axhline(1 / len(mean), color=NEUTRAL, linestyle=":")
-            at = np.flatnonzero(~np.isnan(uniform))
-            axes[1].plot(at, uniform[at], ":", color=NEUTRAL if alike else colour)
-        axes[0].xaxis.get_major_locator().set_params(integer=True)
-        axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
-        axes[0].set_title("Raster position (dotted: uniform)")
-        axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))
-        axes[1].set_title("Attention to visual tokens\n(dotted: if uniform under the mask)")
-        axes[2].set(xlabel="layer", ylabel="entropy / ln V", title="Entropy over the picture (1: uniform)")
-        drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)

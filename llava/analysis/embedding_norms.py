@@ -15,11 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.analysis.commands import NamedModel, required_models
-from llava.analysis.output import TableRow, figure, with_paper, write_result
+from llava.analysis.output import TableRow, draw_rows, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
-from llava.utils.presentation import looks
 
 # Table 6 where it has the model, else Table 1; a key is a pattern that is searched in the last part of the path.
 PAPER_NORMS = {
@@ -35,8 +34,6 @@ PAPER_TOKENS = {
     r"qwen2-vl-7b": {"<|vision_start|>": 2.46, "<|vision_end|>": 2.33},
     r"qwen2\.5-vl-7b": {"<|vision_start|>": 1.40, "<|vision_end|>": 2.15},
 }
-
-
 Entry = TypeVar("Entry")
 
 
@@ -61,7 +58,10 @@ def run(args: argparse.Namespace) -> None:
     papers = [[paper_of(table, model) for model in args.models] for table in (PAPER_NORMS, PAPER_TOKENS)]
     write_result(args, [with_paper(table_row(norms), paper) for norms, paper in zip(models, papers[0], strict=True)])
     write_result(args, token_rows(models, args.top, papers[1]), name="embedding-norms-tokens")
-    draw(args, models)
+    edges = np.linspace(0, 1.1 * max(float(np.percentile(model.norms, 99.9)) for model in models), 121)
+    shown = {model.name: np.clip(model.norms, 0, edges[-1]) for model in models}
+    axes = {"xlabel": "L2 norm of a token's embedding", "ylabel": "share of the vocabulary (%)"}
+    draw_rows(args, histogram(shown, edges), "norm", {"share": axes})
 
 
 def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
@@ -144,19 +144,10 @@ def paper_of(table: Mapping[str, Entry], model: NamedModel) -> Entry | None:
     return next((entry for key, entry in table.items() if re.search(key, base)), None)
 
 
-def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
-    """One curve per model: the share of its tokens at each norm, and its mean."""
-    largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
-    edges = np.linspace(0, largest, 121)
-    look = looks(model.name for model in models)
-    with figure(args, figsize=(7, 3.8 + 0.2 * len(models))) as (drawn, axis):
-        for index, model in enumerate(models):
-            colour = look[model.name]["color"]
-            share = 100 * np.histogram(np.clip(model.norms, 0, largest), edges)[0] / len(model.norms)
-            mean = model.norms.mean()
-            axis.stairs(share, edges, color=colour, fill=len(models) == 1, alpha=0.9, linewidth=4 / (1 + index))
-            axis.axvline(mean, color=colour, linestyle="--", linewidth=1.2)
-            label = f"{model.name}: mean {mean:.3f} (dashed), std {model.norms.std():.3f}"
-            axis.plot([], [], color=colour, label=label)
-        axis.set(xlabel="L2 norm of a token's embedding", ylabel="share of the vocabulary (%)", xlim=(0, largest))
-        drawn.legend(loc="outside lower center")
+def histogram(names: Mapping[str, np.ndarray], edges: np.ndarray) -> list[TableRow]:
+    """The share of each array's norms (%) in the bins between `edges`, as rows of a figure; a bin has its left edge."""
+    return [
+        {"model": name, "norm": float(edge), "share": float(share)}
+        for name, norms in names.items()
+        for edge, share in zip(edges[:-1], 100 * np.histogram(norms, edges)[0] / len(norms), strict=True)
+    ]

@@ -9,12 +9,11 @@ from transformers import AutoImageProcessor, AutoModel
 
 from llava.analysis.commands import NamedModel
 from llava.analysis.models import config_fields, placement
-from llava.analysis.processors import load_processor
 from llava.analysis.remote_code import load_remote, requires_trust
 from llava.analysis.samples import PicturePrompt
 from llava.families import output_rows
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
-from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
+from llava.model.multimodal_encoder.towers import TOWERS
 
 MOONVIT = "moonvit"
 """Not a tower of this tree: its repository has its code."""
@@ -23,47 +22,37 @@ MODEL_TYPES = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for 
 
 
 def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
-    """A function from samples to the encoder's patch tokens [N, E] after layer `--vision-layer`.
+    """A function from samples to tokens [N, E]: patches after layer `--vision-layer`; of MoonViT its result.
 
     Raises ValueError: there is no such encoder, or it has no such layer; its own code may not run.
     """
+    where = placement(args)
+    device, dtype = where["device_map"][""], where["dtype"]
     if config_fields(named.path)["model_type"] == MOONVIT:
-        return load_moonvit(named.path, args)
-    tower = load_tower(named.path, args)
-    processor = load_image_processor(named.path, tower)
+        requires_trust(named.path, args.trust_remote_code)
+        model = load_remote(named.path, AutoModel, device, dtype)
+        processor = AutoImageProcessor.from_pretrained(named.path, trust_remote_code=True)
+
+        def encode(inputs: dict) -> torch.Tensor:
+            pixels, grids = (inputs[name].to(model.device) for name in ("pixel_values", "image_grid_hws"))
+            return output_rows(model(pixels.to(model.dtype), grids))
+    else:
+        fields = SimpleNamespace(mm_vision_tower=named.path, mm_vision_select_layer=args.vision_layer)
+        try:
+            with torch.device("meta"):
+                tower = build_vision_tower(fields)
+            tower.load_pretrained(named.path, dtype)
+        except ValueError as error:
+            words = str(error).replace("--mm_vision_select_layer", "--vision-layer")
+            raise ValueError(words.replace("--vision_tower", "--model")) from error
+        tower.to(device).eval()
+        processor = load_image_processor(named.path, tower)
+
+        def encode(inputs: dict) -> torch.Tensor:
+            return tower(inputs["pixel_values"].to(tower.device, tower.dtype)).flatten(0, 1)
 
     @torch.no_grad()
-    def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
-        inputs = processor(images=[sample.image for sample in samples], return_tensors="pt")
-        return tower(inputs["pixel_values"].to(tower.device, tower.dtype)).flatten(0, 1)
+    def tokens(samples: Sequence[PicturePrompt]) -> torch.Tensor:
+        return encode(processor(images=[sample.image for sample in samples], return_tensors="pt"))
 
-    return encode
-
-
-def load_moonvit(path: str, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
-    """A function from samples to MoonViT's result [N, E], after its last norm, which Kimi-VL's projector takes."""
-    requires_trust(path, args.trust_remote_code)
-    where = placement(args)
-    model = load_remote(path, AutoModel, where["device_map"][""], where["dtype"])
-    processor = load_processor(path, trust=True, auto=AutoImageProcessor)
-
-    @torch.no_grad()
-    def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
-        inputs = processor([sample.image for sample in samples], return_tensors="pt")
-        pixels, grids = (inputs[name].to(model.device) for name in ("pixel_values", "image_grid_hws"))
-        return output_rows(model(pixels.to(model.dtype), grids))
-
-    return encode
-
-
-def load_tower(path: str, args: argparse.Namespace) -> VisionTower:
-    """The encoder as a tower that ends after layer `--vision-layer`."""
-    where = placement(args)
-    try:
-        with torch.device("meta"):
-            tower = build_vision_tower(SimpleNamespace(mm_vision_tower=path, mm_vision_select_layer=args.vision_layer))
-        tower.load_pretrained(path, where["dtype"])
-    except ValueError as error:
-        words = str(error).replace("--mm_vision_select_layer", "--vision-layer").replace("--vision_tower", "--model")
-        raise ValueError(words) from error
-    return tower.to(where["device_map"][""]).eval()
+    return tokens

@@ -9,20 +9,19 @@ Shapes: B samples, S sequence.
 import argparse
 import copy
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava.analysis import measure, models, samples
-from llava.analysis.commands import NamedModel, required_models
+from llava.analysis.commands import NamedModel
 from llava.analysis.measure import Values
-from llava.analysis.output import TableRow, figure, write_result
+from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.probe import Batch
-from llava.asking import choose_template, is_captioner
+from llava.asking import Assistant, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX
-from llava.conversation import Conversation
 from llava.data.preprocess import preprocess
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import (
@@ -32,7 +31,6 @@ from llava.model.multimodal_projector.norm import (
     mean_text_embedding_norm,
     projector_norm,
 )
-from llava.utils.presentation import looks
 
 ARMS = tuple(PAPER_ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
@@ -47,73 +45,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes a row per point of the backward pass with a column per arm, and the figure."""
-    drawn = samples.choose(args)
-    for model in args.models:
-        require_ours(model)
-    measured = {model.name: measure_gradients(model, drawn, args) for model in required_models(args.models)}
-    write_result(args, [row for model, arms in measured.items() for row in rows(model, arms)])
+    checkpoints, drawn = measure.begin(args)
+    measured = {model.name: measure_gradients(model, drawn, args) for model in checkpoints}
+    table = [row for model, arms in measured.items() for row in rows(model, arms)]
+    write_result(args, table)
     for model, arms in measured.items():
         shares = [f"{name} {arms[name][BEFORE] / arms[name][INPUT]:.3g}" for name in ARMS[1:]]
         print(f"{model}: of the gradient at the LLM's input, before the norm remains {', '.join(shares)} (none: 1)")
-    draw(args, measured)
+    points = [row | {"norm": arm, "gradient": row[arm]} for row in table for arm in ARMS]
+    axes = {"ylabel": "L2 norm of the gradient", "xlabel": "on the way down", "yscale": "log"}
+    draw_rows(args, points, "gradient at", {"gradient": axes}, "norm", "model", sharey=True)
+
+
+class Training(NamedTuple):
+    """A checkpoint with its batch: labels [B, text tokens], its projector without a norm, and the norm it ended in."""
+
+    model: LlavaMetaForCausalLM
+    batch: Batch
+    labels: torch.Tensor
+    bare: nn.Module
+    norm: nn.Module | None
 
 
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
-    """Every arm's gradients. Raises ValueError: not one of our checkpoints, or the samples have no answers."""
+    """Every arm's gradients. Raises ValueError: the samples have no answers."""
 
-    def start() -> Callable[[Sequence[str]], Values]:
-        tokenizer, model, image_processor = models.load_ours(named, args)
+    def load(named: NamedModel, args: argparse.Namespace) -> Training:
+        assistant = models.load_ours(named, args)
+        model = assistant.model
         model.requires_grad_(False).train()
-        template = choose_template(model.config, named.path, args.conv_mode)
-        batch, labels = training_batch(drawn[:], tokenizer, image_processor, model, template)
         bare = model.get_model().mm_projector
-        trained = projector_norm(bare)
-        bare = bare if trained is None else bare[:-1]
+        norm = projector_norm(bare)
+        return Training(model, *training_batch(drawn[:], assistant), bare if norm is None else bare[:-1], norm)
 
-        def measured(arms: Sequence[str]) -> Values:
-            model.get_model().mm_projector = arm_projector(arms[0], bare, trained, model)
-            norms = gradient_norms(model, batch, labels)
-            return {"points": np.array(list(norms)), "norms": np.array(list(norms.values()))}
+    def measured(training: Training, arms: Sequence[str]) -> Values:
+        model = training.model
+        model.get_model().mm_projector = arm_projector(arms[0], training.bare, training.norm, model)
+        norms = gradient_norms(model, training.batch, training.labels)
+        return {"points": np.array(list(norms)), "norms": np.array(list(norms.values()))}
 
-        return measured
-
-    parts = measure.batches("gradients", named, drawn, args, start, items=ARMS)
+    parts = measure.batches("gradients", named, drawn, args, measured, load=load, items=ARMS)
     norms = [dict(zip(values["points"].tolist(), values["norms"].tolist(), strict=True)) for values in parts]
     return dict(zip(ARMS, norms, strict=True))
 
 
-def require_ours(named: NamedModel) -> None:
-    """Raises ValueError where a model is not one of our checkpoints, or has no vision tower."""
-    fields = models.config_fields(named.path)
-    if not models.is_ours(fields):
-        raise ValueError(
-            f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen), found a "
-            f"{fields['model_type']}"
-        )
-    if not fields.get("mm_vision_tower"):
-        raise ValueError(f"--model {named.path}: gradients need a vision tower, and its config.json names none")
-
-
-def training_batch(
-    examples: Sequence[samples.PicturePrompt],
-    tokenizer: PreTrainedTokenizerBase,
-    image_processor: BaseImageProcessor | None,
-    model: LlavaMetaForCausalLM,
-    template: Conversation,
-) -> tuple[Batch, torch.Tensor]:
+def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
     for sample in examples:
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
-        question = DEFAULT_IMAGE_TOKEN if is_captioner(template) else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
+        captions = is_captioner(assistant.template)
+        question = DEFAULT_IMAGE_TOKEN if captions else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
-        example = preprocess(turns, tokenizer, template)
+        example = preprocess(turns, assistant.tokenizer, assistant.template)
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     pictures = [sample.image for sample in examples]
-    return models.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
+    batch = models.our_batch(assistant.model, ids, pictures, assistant.image_processor)
+    return batch, targets.to(assistant.model.device)
 
 
 def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: LlavaMetaForCausalLM) -> nn.Module:
@@ -137,14 +128,12 @@ def gradient_norms(model: LlavaMetaForCausalLM, batch: Batch, labels: torch.Tens
     places = [(INPUT, decoder.mm_projector, "output"), (BEFORE, norm or decoder.mm_projector, "input")]
     places += [(FEATURES, decoder.mm_projector, "input")]
     places += [(f"tower layer {index}", tower.layers[index], "output") for index in reversed(range(len(tower.layers)))]
-    points: dict[str, torch.Tensor] = {}
+    norms = dict.fromkeys(name for name, _, _ in places)
 
     def keeper(name: str, side: str) -> Callable[..., None]:
-        def hook(
-            module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | tuple[torch.Tensor, ...]
-        ) -> None:
-            points[name] = args[0] if side == "input" else output if torch.is_tensor(output) else output[0]
-            points[name].retain_grad()
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | tuple) -> None:
+            passing = args[0] if side == "input" else output if torch.is_tensor(output) else output[0]
+            passing.register_hook(lambda gradient: norms.update({name: gradient.float().norm().item()}))
 
         return hook
 
@@ -156,8 +145,7 @@ def gradient_norms(model: LlavaMetaForCausalLM, batch: Batch, labels: torch.Tens
         for handle in handles:
             handle.remove()
     if norm is None:
-        points[BEFORE] = points[INPUT]
-    norms = {name: points[name].grad.float().norm().item() for name, _, _ in places}
+        norms[BEFORE] = norms[INPUT]
     model.zero_grad(set_to_none=True)
     return norms
 
@@ -169,17 +157,3 @@ def rows(model: str, arms: Arms) -> list[TableRow]:
         row = {"model": model, "gradient at": point} | {name: norms[point] for name, norms in arms.items()}
         table.append(row | {f"{name} / {INPUT}": norms[point] / norms[INPUT] for name, norms in arms.items()})
     return table
-
-
-def draw(args: argparse.Namespace, measured: dict[str, Arms]) -> None:
-    """A panel per model: the gradient on its way down, a line per arm."""
-    size = (max(4.2 * len(measured), 6), 4)
-    with figure(args, 1, len(measured), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
-        for axis, (model, arms) in zip(axes[0], measured.items(), strict=True):
-            for arm, look in looks(ARMS).items():
-                values = arms[arm]
-                axis.plot(range(len(values)), list(values.values()), marker="o", markersize=4, label=arm, **look)
-            axis.set_xticks(range(len(values)), list(values), rotation=40, ha="right")
-            axis.set(title=model, yscale="log")
-        axes[0, 0].set_ylabel("L2 norm of the gradient")
-        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))

@@ -19,8 +19,8 @@ def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> Table
     return row
 
 
-PANELS = {"norm": "L2 norm of the hidden state\n(median, middle half)"}
-VIEW = curves.View(cells, columns=("norm",), panels=PANELS, logarithmic=("norm",), sinks=True)
+PANELS = {"norm median": {"ylabel": "L2 norm of the hidden state (median)", "yscale": "log"}}
+VIEW = curves.View(cells, columns=("norm",), panels=PANELS)
 
 add_arguments = curves.add_arguments
 

@@ -12,8 +12,8 @@ what leaves the last one. Per token:
     cosine      cos(h_l, h_{l+1}); its quantiles come from `turn`, the angle in degrees (paper Figures 3 to 5)
     update      |h_{l+1} - h_l| / |h_l|
     drift       angle between h_l and h_0 in degrees
-A model that adds visual features between two layers (DeepStack) has h_{l+1} before the addition in the layer's own
-cosine, turn and update; those of the addition itself are kept under `ADDED`.
+Where a model adds visual features between two layers (DeepStack), h_{l+1} is the state before the addition in cosine,
+turn and update.
 A **sink** is a token whose norm exceeds `SINK_RATIO` times the median of its sample's tokens of its kind (visual, or
 text with special tokens) in any state: massive activations, which hardly turn and swamp a mean.
 
@@ -24,19 +24,18 @@ import argparse
 import hashlib
 import inspect
 import json
-import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from llava.analysis import models, samples
-from llava.analysis.commands import NamedModel
+from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.probe import PADDING, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
-from llava.analysis.samples import Samples
+from llava.analysis.samples import PicturePrompt, Samples
 from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.files import replacing
@@ -45,9 +44,6 @@ from llava.utils.progress import progress
 FOLDER = "measurements"
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
-ADDED = "added "
-"""Begins the names of the step metrics of an addition; they are kept under the layer after which it happens."""
-SCALE = "embedding scale"
 FEATURES, PROJECTED = "vision features", "projector output"
 TEXT_GROUPS = (TEXT_BEFORE, TEXT_AFTER)
 WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
@@ -67,13 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser, default: int = 40, batches: b
     parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
 
 
+def begin(args: argparse.Namespace) -> tuple[list[NamedModel], Samples]:
+    """The models, each checked as far as its config tells (see `models.check`), and the samples to run them on."""
+    for model in required_models(args.models):
+        models.check(model, args)
+    return args.models, samples.choose(args)
+
+
 def batches(
     what: str,
     named: NamedModel,
     drawn: Samples,
     args: argparse.Namespace,
-    start: Callable[[], Callable[[Any], Values]],
+    values_of: Callable[[Any, Any], Values],
     *,
+    load: Callable[[NamedModel, argparse.Namespace], Any] | None = None,
     flags: Sequence[str] = (),
     items: Sequence[Any] | None = None,
     size: int = 1,
@@ -82,35 +86,34 @@ def batches(
 
     Args:
         what: is measured; begins the folder's name.
-        start: loads the model, only if there is something to measure; returns a function from `size` items to values.
+        values_of: makes values of what `load` gives and of `size` items.
+        load: loads the model, only if there is something to measure; `models.load` where None.
         flags: those of the command that decide a result.
         items: what is measured; the samples where None.
     """
-    folder, unreadable = args.output_dir / FOLDER / _name(what, named, drawn, args, flags, size), drawn.unreadable
+    folder = args.output_dir / FOLDER / _name(what, named, drawn, args, flags, size)
     items = drawn if items is None else items
-    there = {} if args.fresh else {first: read(folder / f"{first}.npz") for first in range(0, len(items), size)}
-    there = {first: values for first, values in there.items() if values is not None}
-    for values in there.values():
-        unreadable.update(json.loads(str(values["unreadable"])))
+    files = {first: folder / f"{first}.npz" for first in range(0, len(items), size)}
+    there = {first for first, file in files.items() if file.is_file() and not args.fresh}
     if there:
-        every = len(range(0, len(items), size))
-        print(f"{named.name}: {len(there)} of {every} batches are measured already ({folder}; --fresh measures again)")
-    measured, done = [], None
+        done = f"{len(there)} of {len(files)} batches are measured already"
+        print(f"{named.name}: {done} ({folder}; --fresh measures again)")
+    loaded = (load or models.load)(named, args) if len(there) < len(files) else None
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = []
     with progress(len(items), f"{args.command}, {named.name}") as bar:
-        for first in range(0, len(items), size):
-            values = there.get(first)
-            if values is None:
-                done = done or start()
-                part = items[first : first + size]
-                values = done(part) if part else {}
-                own = [i for i in unreadable if items is not drawn or 0 <= int(i) - first < size]
-                own = {position: unreadable[position] for position in own}
-                values["unreadable"] = np.array(json.dumps(own))
-                folder.mkdir(parents=True, exist_ok=True)
-                with replacing(folder / f"{first}.npz", contended=True) as unfinished, unfinished.open("wb") as file:
-                    np.savez(file, **values)
-            measured += [values] if len(values) > 1 else []
-            bar.update(min(size, len(items) - first))
+        for first, file in files.items():
+            part = items[first : first + size]
+            if first not in there:
+                values = values_of(loaded, part)
+                with replacing(file, contended=True) as unfinished, unfinished.open("wb") as stream:
+                    np.savez(stream, **values)
+            try:
+                with np.load(file, allow_pickle=False) as stored:
+                    measured.append(dict(stored))
+            except (OSError, EOFError, ValueError, BadZipFile) as error:
+                raise ValueError(f"{file}: damaged ({error}); delete it, or measure again with --fresh") from error
+            bar.update(len(part))
     return measured
 
 
@@ -119,18 +122,6 @@ def refuse_nonfinite(model: str, values: Values) -> None:
     for name, numbers in values.items():
         if bad := int((~np.isfinite(numbers)).sum()):
             raise ValueError(f"{model}: {bad} of {numbers.size} measured values ({name}) are NaN or infinite")
-
-
-def read(file: Path) -> Values | None:
-    """A batch's values; None where the file is not there or damaged."""
-    if not file.is_file():
-        return None
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            return dict(stored)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        print(f"{file} is damaged ({str(error).partition(chr(10))[0]}); its batch is measured again")
-        return None
 
 
 def _name(
@@ -177,45 +168,26 @@ class Measurement:
         self, what: str, groups: int | tuple[int, ...] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
     ) -> np.ndarray:
         """All values of `groups` in one layer, of the tokens that are not sinks, of the sinks, or of both, in fp64."""
-        if what not in self.values:
-            return np.empty(0)
         if what in (FEATURES, PROJECTED):
             return self.values[what].astype(np.float64)
         chosen = self.tokens((groups,) if isinstance(groups, int) else groups, part)
-        values = self.values[what] if what == SCALE else self.values[what][layer]
-        values = values[chosen].astype(np.float64)
-        return values[~np.isnan(values)]
-
-    def added_layers(self) -> list[int]:
-        """The layers after which the model adds visual features."""
-        added = self.values.get(f"{ADDED}turn", np.empty((0, 0)))
-        return np.flatnonzero((~np.isnan(added)).any(axis=1)).tolist()
+        return self.values[what][layer][chosen].astype(np.float64)
 
 
 def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> Measurement:
     """The model's values over the samples. Raises ValueError: see `models.load`; a batch has no visual positions."""
 
-    def start() -> Callable[[Sequence[samples.PicturePrompt]], Values]:
-        probe = models.load(named, args)
+    def measured(probe: Probe, part: Sequence[PicturePrompt]) -> Values:
         takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
         options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
+        return joined([layer_values(probe.run(batch, **options), batch, probe) for batch in probe.batches(part)])
 
-        def measured(part: Sequence[samples.PicturePrompt]) -> Values:
-            return joined([layer_values(probe.run(batch, **options), batch, probe) for batch in probe.batches(part)])
-
-        return measured
-
-    return Measurement(batches("layers", named, drawn, args, start, size=args.batch_size), len(drawn))
+    return Measurement(batches("layers", named, drawn, args, measured, size=args.batch_size), len(drawn))
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """The values of several batches; NaN in the tokens of a batch that has none of a name (DeepStack's additions)."""
-    result = {}
-    for name in dict.fromkeys(name for values in parts for name in values if name != "unreadable"):
-        shape = next(values[name].shape[:-1] for values in parts if name in values)
-        arrays = [values.get(name, np.full((*shape, len(values["group"])), np.nan)) for values in parts]
-        result[name] = np.concatenate(arrays, axis=-1)
-    return result
+    """The values of several batches."""
+    return {name: np.concatenate([values[name] for values in parts], axis=-1) for name in parts[0]}
 
 
 def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
@@ -240,13 +212,6 @@ def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
         _array(rows.float().norm(dim=-1)) for rows in (seen.vision_features, seen.projector_output)
     )
     refuse_nonfinite(probe.name, values)
-    for layer, left in seen.left.items():
-        state = states[layer + 1]
-        changed = (left != state).any(dim=-1).cpu().numpy()
-        for name, step in step_values(left, state).items():
-            empty = np.full_like(values[name], np.nan)
-            values.setdefault(ADDED + name, empty)[layer] = np.where(changed, step, np.nan)[there]
-    values[SCALE] = _array(embedding_scale(seen))[there]
     return values | {"group": groups[there], "sink": (ratios > SINK_RATIO).any(axis=0)[there]} | found
 
 
@@ -274,12 +239,6 @@ def step_values(before: torch.Tensor, after: torch.Tensor) -> Values:
         "turn": _array(angle(old, new)),
         "update": _array((after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)),
     }
-
-
-def embedding_scale(seen: Observation) -> torch.Tensor:
-    """Norm of what enters the LLM over the norm of its row in the embedding matrix [B, S]; NaN where that is 0."""
-    norms, rows = seen.hidden_states[0].float().norm(dim=-1).cpu(), seen.row_norms.cpu()
-    return torch.where(rows > 0, norms / rows, torch.nan)
 
 
 def _unit(states: torch.Tensor) -> torch.Tensor:

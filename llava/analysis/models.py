@@ -11,19 +11,16 @@ from PIL import Image
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from llava.analysis.commands import NamedModel
+from llava.analysis.commands import COMMANDS, OURS, NamedModel
 from llava.analysis.probe import Batch, Probe
-from llava.analysis.processors import library_inputs, load_processor, own_inputs
-from llava.analysis.remote_code import load_remote, requires_trust
+from llava.analysis.processors import library_inputs, load_processor
+from llava.analysis.remote_code import load_remote, own_inputs, requires_trust
 from llava.analysis.samples import PicturePrompt
 from llava.analysis.seen_area import WHOLE, seen_area
-from llava.asking import choose_template, is_captioner
+from llava.asking import Assistant, is_captioner, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.conversation import Conversation, get_template
-from llava.data.preprocess import generation_ids
 from llava.families import FAMILIES, Family, family_of, find_parts, refuse
-from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
-from llava.model.builder import load_pretrained_model
+from llava.mm_utils import process_images, tokenizer_image_token
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
@@ -51,25 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(model: NamedModel, args: argparse.Namespace) -> None:
-    """Refuses a model that cannot be measured, as far as its config tells.
+    """Refuses a model that the command cannot measure, as far as its config tells.
 
     Raises:
-        ValueError: no config, a family that has no visual tokens, a missing `--model-base`, or code that may not run.
+        ValueError: no config, a family that has no visual tokens, a missing `--model-base`, code that may not run, or
+            not one of this tree's checkpoints where the command needs one.
     """
     fields = config_fields(model.path, args.trust_remote_code)
     refuse(fields, f"--model {model.path}")
     base_of(model.path, args)
     if family_of(fields["model_type"]).own_code:
         requires_trust(model.path, args.trust_remote_code)
-    if sees(fields, args) or args.command == "interface-norms":  # which reads encoders and language models too
+    if args.command == "interface-norms":  # reads encoders and language models too
         return
-    reason = "a language model without a vision encoder has no visual tokens"
-    if "vision_config" in fields:
-        reason = (
-            f"transformers {transformers.__version__} has no image-text-to-text class for {fields['model_type']}; if "
+    if not sees(fields, args):
+        raise ValueError(
+            f"--model {model.path}: has no visual tokens; transformers {transformers.__version__} has no "
+            f"image-text-to-text class for {fields['model_type']}; if its own code has one, name its projector by "
+            "--projector-path"
         )
-        reason += "its own code has one, name its projector by --projector-path"
-    raise ValueError(f"--model {model.path}: {reason}")
+    if COMMANDS[args.command].models == OURS and not (is_ours(fields) and fields.get("mm_vision_tower")):
+        raise ValueError(
+            f"--model {model.path}: {args.command} needs one of our checkpoints with a vision tower (llava_llama, "
+            f"llava_qwen), found a {fields['model_type']}"
+        )
 
 
 def load(model: NamedModel, args: argparse.Namespace) -> Probe:
@@ -147,47 +149,37 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
 # --- our checkpoints --------------------------------------------------------------------------------------------------
 
 
-def load_ours(
-    named: NamedModel, args: argparse.Namespace
-) -> tuple[PreTrainedTokenizerBase, LlavaMetaForCausalLM, BaseImageProcessor | None]:
-    """Tokenizer, model and image processor of one of our checkpoints; batches are padded on the right."""
+def load_ours(named: NamedModel, args: argparse.Namespace) -> Assistant:
+    """One of our checkpoints; its batches are padded on the right."""
     where = placement(args)
-    tokenizer, model, image_processor, _ = load_pretrained_model(
-        named.path,
-        base_of(named.path, args),
-        named.name,
-        device_map=where["device_map"],
-        device=where["device_map"][""],
-        torch_dtype=where["dtype"],
-    )
-    model.config.tokenizer_padding_side = "right"
-    return tokenizer, model, image_processor
+    device = where["device_map"][""]
+    options = {"device_map": where["device_map"], "device": device, "torch_dtype": where["dtype"]}
+    assistant = load_assistant(named.path, base_of(named.path, args), args.conv_mode, **options)
+    assistant.model.config.tokenizer_padding_side = "right"
+    return assistant
 
 
 def _load_ours(named: NamedModel, args: argparse.Namespace) -> Probe:
-    tokenizer, model, image_processor = load_ours(named, args)
-    template = choose_template(model.config, named.path, args.conv_mode)
-    parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
+    assistant = load_ours(named, args)
+    model, tokenizer = assistant.model, assistant.tokenizer
 
     def prepare(samples: Sequence[PicturePrompt]) -> Batch:
-        prompts = [our_prompt(sample, tokenizer, template, model.config) for sample in samples]
         pictures = [sample.image for sample in samples if sample.image is not None]
-        return our_batch(model, prompts, pictures, image_processor)
+        prompts = [our_prompt(sample, assistant) for sample in samples]
+        return our_batch(model, prompts, pictures, assistant.image_processor)
 
+    parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
     return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: str(tokenizer.decode([i])))
 
 
-def our_prompt(
-    sample: PicturePrompt, tokenizer: PreTrainedTokenizerBase, template: str | Conversation, config: PretrainedConfig
-) -> torch.Tensor:
+def our_prompt(sample: PicturePrompt, assistant: Assistant) -> torch.Tensor:
     """`input_ids` [S] of a question about a picture, with one placeholder for it; a captioner gets no template."""
-    template = get_template(template) if isinstance(template, str) else template
-    if is_captioner(template):
-        start = DEFAULT_IMAGE_TOKEN if sample.image is not None else ""
-        return tokenizer_image_token(start + sample.prompt, tokenizer, return_tensors="pt")
-    text = f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}" if sample.image is not None else sample.prompt
-    tags = getattr(config, "mm_use_im_start_end", False)
-    return generation_ids([{"from": "human", "value": text}], tokenizer, template, mm_use_im_start_end=tags)
+    pictures = [] if sample.image is None else [sample.image]
+    if is_captioner(assistant.template):
+        text = DEFAULT_IMAGE_TOKEN * len(pictures) + sample.prompt
+        return tokenizer_image_token(text, assistant.tokenizer, return_tensors="pt")
+    text = f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + sample.prompt
+    return assistant.prompt_ids([{"from": "human", "value": text}], pictures)
 
 
 def our_batch(
@@ -233,7 +225,6 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -> Probe:
     auto_class, where = getattr(transformers, family.auto_class), placement(args)
     if family.own_code:
-        requires_trust(named.path, args.trust_remote_code)
         model = load_remote(named.path, auto_class, where["device_map"][""], where["dtype"])
     else:
         model = auto_class.from_pretrained(named.path, trust_remote_code=args.trust_remote_code, **where)
@@ -243,10 +234,9 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -
             f"--model {named.path}: every weight of its projector is zero, so visual tokens have no direction"
         )
     if family.own_inputs:
-        tokenizer = model.text_tokenizer if hasattr(model, "text_tokenizer") else load_tokenizer(named.path)
-        prepare = own_inputs(model)
+        tokenizer, prepare = model.text_tokenizer, own_inputs(model)
     else:
-        processor = load_processor(named.path, model.config, args.trust_remote_code)
+        processor = load_processor(named.path, args.trust_remote_code)
         if not (getattr(processor, "chat_template", None) or family.prompt):
             raise ValueError(f"--model {named.path}: its processor has no chat template (chat_template.jinja)")
         tokenizer, prepare = processor.tokenizer, library_inputs(processor, model.device, model.dtype, family)

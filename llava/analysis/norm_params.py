@@ -7,20 +7,16 @@ has gets a row, such as those of HunYuan-VL, Ernie 4.5 VL, Gemma 3n and Granite-
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llava.analysis.commands import NamedModel, required_models
-from llava.analysis.output import TableRow, figure, write_result
+from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.weights import WeightFiles
 from llava.families import PROJECTOR_NAMES
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.utils.presentation import looks
 from llava.utils.progress import progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
 """Names of modules between encoder and LLM; those that `families` does not know are read here alone."""
@@ -57,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
             "none of the given models has a norm in its projector; if it has another name, give it by --norm-name"
         )
     write_result(args, rows + list(PAPER_ROWS), {"without norm": without})
-    draw(args, rows)
+    titles = {"gain L2": {"title": "gain, L2 norm"}, "gain mean |.|": {"title": "gain, mean of |g|"}}
+    draw_rows(args, rows, "step", titles | {"bias mean |.|": {"title": "bias, mean of |b|"}})
 
 
 def checkpoints(path: str) -> list[str]:
@@ -75,33 +72,23 @@ def table_rows(model: NamedModel, folder: str, norm_name: str | None = None) -> 
         FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
         ValueError: `norm_name` is given and not there.
     """
-    files = WeightFiles(folder)
+    files, config = WeightFiles(folder), _read_json(Path(folder, "config.json"))
     if norm_name and f"{norm_name}.weight" not in files.names:
         raise ValueError(f"--norm-name {norm_name}: {folder} has no tensor {norm_name}.weight")
-    prefixes = [norm_name] if norm_name else find_norms(files)
-    return [table_row(model, folder, files, prefix, several=len(prefixes) > 1) for prefix in prefixes]
-
-
-def table_row(model: NamedModel, folder: str, files: WeightFiles, prefix: str, several: bool) -> TableRow:
-    """The row of one norm; its name is the model's too where there are several."""
-    gain = files.read(f"{prefix}.weight").double()
-    bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
-    config = _read_json(Path(folder, "config.json"))
-    width = len(gain) if len(gain) > 1 else projector_width(files)
-    return {
-        "model": f"{model.name}, {prefix}" if several else model.name,
-        "step": step_of(folder),
-        "D": width,
-        "init": str(config.get("mm_projector_norm_init", "")),
-        "target norm": config.get("mm_projector_norm_target"),
-        "gains": len(gain),
-        "initial gain": initial_gain(config, width),
-        "gain L2": gain.norm().item(),
-        "gain mean |.|": gain.abs().mean().item(),
-        "gain std |.|": gain.abs().std(correction=0).item(),
-        "bias mean |.|": None if bias is None else bias.abs().mean().item(),
-        "bias std |.|": None if bias is None else bias.abs().std(correction=0).item(),
-    }
+    prefixes, rows = [norm_name] if norm_name else find_norms(files), []
+    for prefix in prefixes:
+        gain = files.read(f"{prefix}.weight").double()
+        bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
+        width = len(gain) if len(gain) > 1 else projector_width(files)
+        row = {"model": f"{model.name}, {prefix}" if len(prefixes) > 1 else model.name, "step": step_of(folder)}
+        row |= {"D": width, "init": str(config.get("mm_projector_norm_init", ""))}
+        row |= {"target norm": config.get("mm_projector_norm_target"), "gains": len(gain)}
+        row |= {"initial gain": initial_gain(config, width), "gain L2": gain.norm().item()}
+        for kind, weight in (("gain", gain), ("bias", bias)):
+            row[f"{kind} mean |.|"] = None if weight is None else weight.abs().mean().item()
+            row[f"{kind} std |.|"] = None if weight is None else weight.abs().std(correction=0).item()
+        rows.append(row)
+    return rows
 
 
 def find_norms(files: WeightFiles) -> list[str]:
@@ -141,35 +128,3 @@ def step_of(folder: str) -> int | None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Gain and bias over the optimizer steps, one colour per run; the gain's band is one standard deviation."""
-    with figure(args, 1, 3, figsize=(11, 3.6)) as (drawn, axes):
-        titles = ("gain, L2 norm", "gain, mean of |g| with std", "bias, mean of |b| with std")
-        names = list(dict.fromkeys(row["model"] for row in rows))
-        for name, look in looks(names).items():
-            points = sorted((row for row in rows if row["model"] == name), key=lambda row: row["step"] or 0)
-            _draw_run(axes, name, look["color"], points)
-        for axis, title in zip(axes, titles, strict=True):
-            axis.set(title=title, xlabel="optimizer step")
-            axis.margins(x=0.1)
-            axis.set_xlim(left=0)
-        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(names) + 1, 4))
-
-
-def _draw_run(axes: Sequence["Axes"], name: str, colour: str, points: list[dict[str, Any]]) -> None:
-    steps = [row["step"] or 0 for row in points]
-    axes[0].plot(steps, [row["gain L2"] for row in points], "o-", color=colour, label=name, markersize=4)
-    initial = points[-1]["initial gain"]
-    if initial is not None:
-        norm = initial * points[-1]["gains"] ** 0.5
-        axes[0].axhline(norm, color=colour, linestyle=":", linewidth=1.2, label=f"{name}: initial value")
-        axes[1].axhline(initial, color=colour, linestyle=":", linewidth=1.2)
-    for axis, kind in ((axes[1], "gain"), (axes[2], "bias")):
-        shown = [(step, row) for step, row in zip(steps, points, strict=True) if row[f"{kind} mean |.|"] is not None]
-        if not shown:
-            continue
-        at, means = [step for step, _ in shown], [row[f"{kind} mean |.|"] for _, row in shown]
-        spread = [row[f"{kind} std |.|"] for _, row in shown]
-        axis.errorbar(at, means, spread, fmt="o-", color=colour, markersize=4, capsize=3)

@@ -6,11 +6,11 @@ import csv
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llava.utils.digests import revision
-from llava.utils.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot
+from llava.utils.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot, looks
 from llava.utils.versions import git_commit, version_of
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TableRow = dict[str, str | int | float | None]
 """A row of a result, by column."""
+DOTTED = 60
+"""A line of fewer points shows each."""
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "matplotlib")
 
 
@@ -69,7 +71,6 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "data": data and {"path": str(data), "revision": revision(str(data))},
         "samples": getattr(args, "drawn", None),
         "left out": getattr(args, "left_out", ""),
-        "unreadable": list(getattr(args, "unreadable", {}).values()),
         "seed": args.seed,
         "versions": {"python": sys.version.split()[0]} | {name: version_of(name) for name in PACKAGES},
         "git_commit": git_commit(),
@@ -98,3 +99,46 @@ def figure(
             print(f"written: {files[0]}, {files[1]}")
         finally:
             pyplot.close(drawn)
+
+
+def draw_rows(
+    args: argparse.Namespace,
+    rows: Sequence[Row],
+    x: str,
+    y: Mapping[str, Mapping[str, Any]],
+    by: str = "model",
+    column: str | None = None,
+    styles: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> None:
+    """Writes a figure of a table: a panel for each column of `y`, in it a line for each value of the column `by`.
+
+    Args:
+        x: the column of the horizontal axis.
+        y: the columns to draw, with properties of their panels, such as `ylabel` and `yscale`.
+        column: whose values get a column of panels each, the panels of `y` below each other; else these are in a row.
+        styles: of the lines, as `Axes.plot` takes them; the house's looks where None.
+        name: of the files; the command's where None.
+        options: of `matplotlib.pyplot.subplots`.
+    """
+    lines = list(dict.fromkeys(row[by] for row in rows))
+    styles = looks(map(str, lines)) if styles is None else styles
+    heads = list(dict.fromkeys(row[column] for row in rows)) if column else [None]
+    shape = (len(y), len(heads)) if column else (1, len(y))
+    size = (max(3.6 * shape[1], 6.5), 3 * shape[0] + 0.6)
+    with figure(args, *shape, name=name, **({"figsize": size, "squeeze": False} | options)) as (drawn, axes):
+        for panels, head in zip(axes.T if column else axes, heads, strict=True):
+            own = [row for row in rows if head is None or row[column] == head]
+            for axis, (value, properties) in zip(panels, y.items(), strict=True):
+                for line in lines:
+                    points = [row for row in own if row[by] == line and None not in (row.get(x), row.get(value))]
+                    at, heights = ([row[axis_of] for row in points] for axis_of in (x, value))
+                    dots = {"marker": "o", "markersize": 3} if len(points) < DOTTED else {}
+                    axis.plot(at, heights, label=str(line) if points else None, **dots, **styles[str(line)])
+                if own and isinstance(own[0][x], str):
+                    axis.tick_params("x", rotation=60)
+                axis.set(**({"xlabel": x, "ylabel": value} | dict(properties)))
+            panels[0].set_title(panels[0].get_title() if head is None else head)
+        handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)

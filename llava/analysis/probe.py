@@ -63,7 +63,6 @@ class Observation:
         outputs: everything that the model returned.
         left: what leaves a layer [B, S, D], by its index, where the model adds something before the next one enters
             (DeepStack's visual features); elsewhere the next state is what leaves.
-        row_norms: [B, S] norm of the embedding matrix's row of each token; 0 where the id has none.
     """
 
     groups: torch.Tensor
@@ -73,7 +72,6 @@ class Observation:
     logits: torch.Tensor
     outputs: ModelOutput = field(repr=False)
     left: dict[int, torch.Tensor] = field(default_factory=dict)
-    row_norms: torch.Tensor | None = None
 
     def steps(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What enters and what leaves each layer, L pairs of [B, S, D]."""
@@ -156,11 +154,10 @@ class Probe:
         groups = self.groups(batch)
         with self.recording(groups, edit) as seen:
             outputs = self.model(**({"use_cache": False} | batch.inputs | options))
-        seen["states"] = [*seen["entered"], *seen["left"][-1:]]
+        states = seen["states"] = [*seen["entered"], *seen["left"][-1:]]
         self._check(seen, groups)
-        rows = self._embedding_rows(batch.input_ids)
         if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
-            self._check_visual_positions(seen, groups, rows)
+            self._check_visual_positions(states[0].float(), _rows(seen["projector_output"]), groups, batch.input_ids)
             self._pictures_enter = True
         features, wide = self.parts.features, seen["features"][0] if seen["features"] else None
         if wide is not None and features.may_join_patches(wide):
@@ -169,24 +166,10 @@ class Probe:
                 f"the vision encoder have {features.width}; name the module whose output is the encoder's tokens by "
                 "--vision-path"
             )
-        pairs = enumerate(zip(seen["left"], seen["states"][1:], strict=True))
-        return Observation(
-            groups,
-            seen["states"],
-            _rows(seen["features"]),
-            _rows(seen["projector_output"]),
-            outputs.logits,
-            outputs,
-            {index: left for index, (left, state) in pairs if left is not state and not torch.equal(left, state)},
-            rows.norm(dim=-1),
-        )
-
-    def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embedding matrix's row of each token [B, S, D], zeros where an id has none."""
-        weight = self.embedding_weight
-        known = (ids >= 0) & (ids < len(weight))
-        rows = weight[ids.clamp(0, len(weight) - 1).to(weight.device)].float()
-        return rows * known.to(rows.device)[..., None]
+        pairs = enumerate(zip(seen["left"], states[1:], strict=True))
+        left = {index: out for index, (out, state) in pairs if out is not state and not torch.equal(out, state)}
+        tokens = (_rows(seen["features"]), _rows(seen["projector_output"]))
+        return Observation(groups, states, *tokens, outputs.logits, outputs, left)
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
@@ -226,64 +209,55 @@ class Probe:
                 handle.remove()
 
     def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:
-        shape = tuple(seen["states"][0].shape[:2]) if seen["states"] else ()
-        if len(seen["states"]) != len(self.parts.layers) + 1 or shape != tuple(groups.shape):
-            raise ValueError(
-                f"{self.name}: expected {len(self.parts.layers) + 1} hidden states of {tuple(groups.shape)} positions, "
-                f"found {len(seen['states'])} of {shape}; is --layers-path the list of decoder layers?"
-            )
-        between = tuple(seen["states"][0].shape[2:])
-        entering = seen["projector_output"][0].shape[-1:] if seen["projector_output"] else between[-1:]
-        if between != tuple(entering):
-            raise ValueError(
-                f"{self.name} ({self.model.config.model_type}): between its layers a token has "
-                f"{' x '.join(map(str, between))} numbers, and its projector gives {entering[0]}: an LLM with several "
-                "states per token cannot be measured; if it has not, name its projector by --projector-path"
-            )
-        visual = bool((groups == VISUAL).any())
-        if visual and not (seen["projector_output"] and seen["features"]):
-            part, flag = ("vision encoder", "vision") if seen["projector_output"] else ("projector", "projector")
-            raise ValueError(f"{self.name}: its {part} never ran; name the one that does by --{flag}-path")
-        if seen["projector_output"] and not visual:
-            raise ValueError(
-                f"{self.name}: the projector ran, but no position of the input holds the image token "
-                f"{self.parts.image_token_id}; name its id by --image-token-id"
-            )
+        """Raises ValueError where a part was not found or did not run; the message names the flag that names it."""
+        states, visual = seen["states"], bool((groups == VISUAL).any())
+        count, shape = len(self.parts.layers) + 1, tuple(states[0].shape[:2]) if states else ()
+        token = tuple(states[0].shape[2:]) if states else ()
+        width = seen["projector_output"][0].shape[-1] if seen["projector_output"] else None
+        if (len(states), shape) != (count, tuple(groups.shape)):
+            fault = f"expected {count} hidden states of {tuple(groups.shape)} positions, found {len(states)} of {shape}"
+            remedy = "is --layers-path the list of decoder layers?"
+        elif len(token) > 1 or width not in (None, token[0]):
+            fault = f"between its layers a token has {' x '.join(map(str, token))} numbers, its projector gives {width}"
+            remedy = "an LLM with several states per token cannot be measured; else name the one by --projector-path"
+        elif visual and not (seen["projector_output"] and seen["features"]):
+            part, flag = ("projector", "projector") if width is None else ("vision encoder", "vision")
+            fault, remedy = f"its {part} never ran", f"name the one that does by --{flag}-path"
+        elif width is not None and not visual:
+            token_id = self.parts.image_token_id
+            fault = f"the projector ran, but no position of the input holds the image token {token_id}"
+            remedy = "name its id by --image-token-id"
+        else:
+            return
+        raise ValueError(f"{self.name} ({self.model.config.model_type}): {fault}; {remedy}")
 
-    def _check_visual_positions(self, seen: dict[str, list[Any]], groups: torch.Tensor, rows: torch.Tensor) -> None:
-        states, visual = seen["states"][0].float(), groups == VISUAL
-        text = (groups != PADDING) & ~visual
-        entering, own, rows = states[visual], rows.to(states.device)[visual], rows.to(states.device)[text]
-        token, remedy = self.parts.image_token_id, "name the id of the visual positions by --image-token-id"
-        start = f"{self.name}: the {len(entering)} positions of token {token} "
-        output = _rows(seen["projector_output"]).float().to(states.device)
+    def _check_visual_positions(
+        self, states: torch.Tensor, projected: torch.Tensor, groups: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Raises ValueError where visual positions of the LLM's input [B, S, D] hold none of the projector's rows."""
+        weight, visual = self.embedding_weight, (groups == VISUAL).to(states.device)
+        known = ((ids >= 0) & (ids < len(weight))).to(states.device)
+        rows = weight[ids.clamp(0, len(weight) - 1).to(weight.device)].float().to(states.device) * known[..., None]
+        text = (groups != PADDING).to(states.device) & ~visual
+        entering, own, projected = states[visual], rows[visual], projected.float().to(states.device)
         # A factor on the embeddings keeps their directions; where the LLM does more to them, values cannot be compared.
-        same_direction = _cosine(states[text], rows) > SAME
-        if not same_direction.any():
-            if len(entering) != len(output):
-                raise ValueError(f"{start}are not the {len(output)} rows that the projector gave; {remedy}")
+        same = F.cosine_similarity(states[text], rows[text], dim=-1) > SAME
+        if not same.any() and len(entering) == len(projected):
             return
         some = torch.linspace(0, len(entering) - 1, min(len(entering), COMPARED)).long().to(states.device)
-        factor = (states[text].norm(dim=-1) / rows.norm(dim=-1))[same_direction].median()
-        # Molmo 2 adds the picture to the embedding.
-        for candidate in (entering[some], entering[some] - factor * own[some]):
-            if bool((F.normalize(candidate, dim=-1) @ F.normalize(output, dim=-1).T > SAME).any()):
+        factor = (states[text].norm(dim=-1) / rows[text].norm(dim=-1))[same].median() if same.any() else 1.0
+        for candidate in (entering[some], entering[some] - factor * own[some]):  # Molmo 2 adds the picture to the row
+            if bool((F.normalize(candidate, dim=-1) @ F.normalize(projected, dim=-1).T > SAME).any()):
                 return
-        if not output.any() and not entering.any():  # a projector that nothing has trained may give zeros
+        if not projected.any() and not entering.any():  # a projector that nothing has trained may give zeros
             return
-        if bool((_cosine(entering, own) > SAME).any()):
-            raise ValueError(
-                f"{start}hold that token's own text embedding, not what the projector gave: {remedy}. A model whose "
-                "pictures enter by cross-attention (Mllama) has no visual tokens and cannot be measured"
-            )
+        fault = f"hold none of the {len(projected)} rows that the projector gave"
+        if bool((F.cosine_similarity(entering, own, dim=-1) > SAME).any()):
+            fault = "hold that token's own text embedding, as in a model whose pictures enter by cross-attention"
         raise ValueError(
-            f"{start}hold none of the {len(output)} rows that the projector gave: {remedy}, or the module whose output "
-            "enters the LLM by --projector-path"
+            f"{self.name}: the {len(entering)} positions of token {self.parts.image_token_id} {fault}: name the id of "
+            "the visual positions by --image-token-id, or the module whose output enters the LLM by --projector-path"
         )
-
-
-def _cosine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return F.cosine_similarity(first, second, dim=-1)
 
 
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor | None:

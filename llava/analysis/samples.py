@@ -8,6 +8,7 @@ commas, are one collection.
 import argparse
 import hashlib
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +34,7 @@ PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
 NAME = "name of the sample"
 """The field of a record that was made here, where others have an id."""
-
-
-class Unreadable(ValueError):
-    """A sample cannot be read."""
+SHOWN = 10
 
 
 class PicturePrompt(NamedTuple):
@@ -69,68 +67,50 @@ class Source(NamedTuple):
     store: ImageStore
     key: str
 
+    def sample(self, number: int) -> PicturePrompt:
+        """The sample of a record. Raises ValueError: its picture or its question is missing or cannot be read."""
+        record = self.records[number]
+        name = record.get(NAME) or record_name(record, number)
+        place = ", ".join(filter(None, (self.name, name)))
+        prompt, answer = first_turns(record["conversations"])
+        if prompt is None:
+            raise ValueError(f"--data {place}: its question is null")
+        try:
+            return PicturePrompt(name, to_rgb(self.store.open(record_images(record)[0])), prompt, answer)
+        except ImageError as error:
+            raise ValueError(f"--data {place}: {error}") from error
+
 
 class Samples(Sequence[PicturePrompt]):
-    """The chosen samples, read when asked for.
+    """The chosen samples, a source and a record's index each, read when asked for."""
 
-    Args:
-        chosen: a source and the index of one of its records, for each sample.
-        unreadable: is filled with the reason for each sample that `readable` left out, by position.
-    """
-
-    def __init__(self, chosen: Sequence[tuple[Source, int]], unreadable: dict[str, str] | None = None):
+    def __init__(self, chosen: Sequence[tuple[Source, int]]):
         self.chosen = chosen
-        self.unreadable = {} if unreadable is None else unreadable
-        self._content: str | None = None
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample; of a slice, those of its samples that can be read."""
         if isinstance(index, slice):
-            samples = map(self._readable, range(*index.indices(len(self))))
-            return [sample for sample in samples if sample is not None]
+            return [source.sample(number) for source, number in self.chosen[index]]
         source, number = self.chosen[index]
-        record = source.records[number]
-        name = record.get(NAME) or record_name(record, number)
-        place = ", ".join(filter(None, (source.name, name)))
-        prompt, answer = first_turns(record["conversations"])
-        if prompt is None:
-            raise Unreadable(f"--data {place}: its question is null")
-        try:
-            return PicturePrompt(name, to_rgb(source.store.open(record_images(record)[0])), prompt, answer)
-        except ImageError as error:
-            raise Unreadable(f"--data {place}: {error}") from error
+        return source.sample(number)
 
     def content(self) -> str:
         """A digest of the samples themselves: records, prompts and pictures by all their bytes."""
-        if self._content is None:
-            digest = hashlib.sha256()
-            for source in {id(source): source for source, _ in self.chosen}.values():
-                numbers = [number for of, number in self.chosen if of is source]
-                shown = source.store.content(record_images(source.records[number])[0] for number in numbers)
-                digest.update(f"{source.key} {shown} {numbers} ".encode())
-            self._content = digest.hexdigest()[:16]
-        return self._content
-
-    def _readable(self, index: int) -> PicturePrompt | None:
-        try:
-            return self[index]
-        except Unreadable as error:
-            self.unreadable[str(index)] = str(error)
-        if len(self.unreadable) == len(self):
-            raise ValueError(
-                f"none of {len(self)} pictures can be read, the last because of {self.unreadable[str(index)]}"
-            )
-        return None
+        digest = hashlib.sha256()
+        for source in {id(source): source for source, _ in self.chosen}.values():
+            numbers = [number for of, number in self.chosen if of is source]
+            shown = source.store.content(record_images(source.records[number])[0] for number in numbers)
+            digest.update(f"{source.key} {shown} {numbers} ".encode())
+        return digest.hexdigest()[:16]
 
 
 def choose(args: argparse.Namespace) -> Samples:
     """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has exactly one picture.
 
-    `args.unreadable` names those that cannot be read, as soon as they are met; `args.drawn` is their number, those
-    included; `args.left_out` counts the samples that do not have exactly one picture.
+    Each is read once. Those that cannot be read are named on stderr and left out. `args.drawn` is the number that is
+    left; `args.left_out` counts these and the records of the data that do not have exactly one picture.
 
     Raises:
         ValueError, OSError: nothing readable there, or no sample with one picture; says what `--data` may be.
@@ -142,17 +122,26 @@ def choose(args: argparse.Namespace) -> Samples:
             source, pictures = _source(Path(part.strip()), args)
             every += [(source, index) for index, count in enumerate(pictures) if count == 1]
             counts += pictures
+    random.Random(args.seed).shuffle(every)
+    chosen, unreadable = [], []
+    for source, index in every[: args.samples]:
+        try:
+            source.sample(index)
+        except ValueError as error:
+            unreadable.append(str(error))
+        else:
+            chosen.append((source, index))
     reasons = {"without a picture": counts.count(0), "malformed": counts.count(None)}
     reasons["with several"] = len(counts) - len(every) - sum(reasons.values())
+    reasons["that cannot be read"] = len(unreadable)
     args.left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
-    if not every:
-        raise ValueError(
-            f"--data {args.data}: none of its {len(counts)} samples has exactly one picture ({args.left_out})"
-        )
-    random.Random(args.seed).shuffle(every)
-    args.drawn = min(len(every), args.samples)
-    args.unreadable = getattr(args, "unreadable", {})
-    return Samples(every[: args.samples], args.unreadable)
+    if not chosen:
+        why = "; ".join([args.left_out, *unreadable[:SHOWN]])
+        raise ValueError(f"--data {args.data}: none of its {len(counts)} samples has exactly one picture ({why})")
+    if args.left_out:
+        print("samples left out:", "; ".join([args.left_out, *unreadable[:SHOWN]]), file=sys.stderr)
+    args.drawn = len(chosen)
+    return Samples(chosen)
 
 
 def default_data() -> str:
@@ -214,17 +203,11 @@ def first_turns(conversations: list[dict[str, Any]]) -> tuple[str | None, str | 
 
 
 def _benchmark_rows(shard: Path) -> list[Record]:
-    """The rows of a benchmark's file as records.
-
-    Raises ValueError: the columns of a benchmark are missing; the message names those that are there.
-    """
+    """The rows of a benchmark's file as records. Raises ValueError: a column of a benchmark is missing."""
     names = pq.read_schema(shard).names
-    for columns, present in (
-        ("image or images", any(name in names for name in IMAGE_KEYS)),
-        ("conversations or question", "question" in names),
-    ):
-        if not present:
-            raise ValueError(f"--data {shard}: Parquet without a column {columns}; it has {', '.join(names)}")
+    if "question" not in names or not set(IMAGE_KEYS) & set(names):
+        expected = "expected columns conversations, or question and image or images"
+        raise ValueError(f"--data {shard}: {expected}; found {', '.join(names)}")
     records, texts = [], [name for name in ("hint", "question", "answer", *OPTIONS) if name in names]
     for index, element in enumerate(read_rows(shard, texts)):
         row = parsed_row(element.text, str(shard))

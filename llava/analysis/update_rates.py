@@ -2,7 +2,7 @@
 
 Paper figures 2 to 5: cosine between the states before and after a layer (near 1: slow), size of a layer's update over
 the state's norm, and angle to the LLM's input. Visual features that a model adds between layers (DeepStack) are in no
-layer's turn; the table of the layers has rows of their own for them.
+layer's turn.
 """
 
 import argparse
@@ -27,8 +27,11 @@ def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> Table
 VIEW = curves.View(
     cells,
     columns=("cosine", "turn", "update", "drift"),
-    panels={"cosine": "cosine of successive layers", "update": "update over norm", "drift": "angle to the input (°)"},
-    logarithmic=("update",),
+    panels={
+        "cosine median": {"ylabel": "cosine of successive layers"},
+        "update median": {"ylabel": "update over norm", "yscale": "log"},
+        "drift median": {"ylabel": "angle to the input (°)"},
+    },
 )
 
 add_arguments = curves.add_arguments
@@ -36,14 +39,9 @@ add_arguments = curves.add_arguments
 
 def run(args: argparse.Namespace) -> None:
     """Writes a summary, every layer (`-layers`), the sinks (`-sinks`), and figures of the values, the gap, the runs."""
-    measured, runs = curves.write_view(args, VIEW)
+    measured, runs, rows = curves.write_view(args, VIEW)
     for model, measurement in measured.items():
         print(curves.verdict(model, measurement))
-        if added := measurement.added_layers():
-            layers = ", ".join(map(str, added))
-            print(
-                f"{model}: adds features after layers {layers}; these have rows of their own and are in no layer's turn"
-            )
     curves.draw_gap(args, curves.without_earlier(measured, runs))
     if runs:
-        curves.draw_runs(args, measured, runs)
+        curves.draw_runs(args, rows, runs)

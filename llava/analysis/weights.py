@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.utils import cached_file
 
@@ -38,30 +36,29 @@ class WeightFiles:
     Args:
         path: folder or hub id; of a hub model only the shards that are read are downloaded.
 
+    Attributes:
+        names: of the tensors, each with its file.
+
     Raises:
         FileNotFoundError: no weights there.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._file_of: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         self._pickled: dict[str, dict[str, torch.Tensor]] = {}
-        if not Path(path).is_dir():
-            try:
-                validate_repo_id(path)
-            except HFValidationError:
-                raise FileNotFoundError(self._nothing_found()) from None
         for file_name in MODEL_FILES:
             if self._add(file_name):
                 break
         for file_name in PROJECTOR_FILES:
             self._add(file_name)
-        if not self._file_of:
-            raise FileNotFoundError(self._nothing_found())
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
+        if not self.names:
+            folder, files = Path(path), ", ".join((*MODEL_FILES, *PROJECTOR_FILES))
+            remedy = "" if folder.is_dir() else "; no such folder, and no hub model that could be reached"
+            if any(folder.glob("global_step*")):
+                gathered = f"python {folder / 'zero_to_fp32.py'} {folder} {folder}"
+                remedy = f"; it holds only DeepSpeed's partitioned state. Gather it first: {gathered}"
+            raise FileNotFoundError(f"{path}: no weights, expected {files} (or shards with an index){remedy}")
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor in its stored dtype."""
@@ -80,20 +77,11 @@ class WeightFiles:
             for start in range(0, length, step):
                 yield tensor[start : start + step]
 
-    @contextlib.contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        """A tensor, or what reads parts of it from a safetensors file."""
-        if self._file_of[name].endswith(".bin"):
-            yield self._pickle(self._file_of[name])[name]
-        else:
-            with safe_open(self._locate(self._file_of[name]), framework="pt") as opened:
-                yield opened.get_slice(name)
-
     def embedding_rows(self, name: str) -> Iterator[torch.Tensor]:
         """`rows` of a text embedding matrix, also where it is stored in two tensors."""
         yield from self.rows(name)
         for first, second in CONTINUED.items():
-            if name.endswith(first) and name.removesuffix(first) + second in self._file_of:
+            if name.endswith(first) and name.removesuffix(first) + second in self.names:
                 yield from self.rows(name.removesuffix(first) + second)
 
     def embedding_name(self, requested: str | None = None) -> str:
@@ -105,41 +93,43 @@ class WeightFiles:
         Raises:
             ValueError: none or several candidates, or `requested` is not there; the message says how to name it.
         """
-        if requested is not None:
-            if requested not in self._file_of:
-                raise ValueError(
-                    f"--embedding-name {requested}: no such tensor in {self.path}; it has {self._sample()}"
-                )
-            return requested
-        words = {name: f".{name}".split(".") for name in self._file_of}
-        names = [name for name in words if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))]
-        names = [name for name in names if not any(word.startswith(_VISION) for word in words[name])]
+        names = [name for name in self.names if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))]
+        names = [name for name in names if not any(word.startswith(_VISION) for word in name.split("."))]
         if not names and self._ties_embeddings():
-            names = [name for name in self._file_of if f".{name}".endswith(".lm_head.weight")]
+            names = [name for name in self.names if f".{name}".endswith(".lm_head.weight")]
+        if requested is not None:
+            names = [name for name in self.names if name == requested]
         if len(names) != 1:
             raise ValueError(
-                f"{self.path}: expected one text embedding matrix, found {', '.join(names) or 'none'}; name it by "
-                f"--embedding-name. The tensors are {self._sample()}"
+                f"{self.path}: expected one text embedding matrix{f' {requested}' if requested else ''}, found "
+                f"{', '.join(names) or 'none'}; name it by --embedding-name. The tensors begin with "
+                f"{', '.join(list(self.names)[:6])}"
             )
         return names[0]
 
     def _add(self, file_name: str) -> bool:
-        index_file = self._locate(f"{file_name}.index.json")
+        """Whether there are weights of this name; adds their tensors."""
+        index_file, file = self._locate(f"{file_name}.index.json"), self._locate(file_name)
         if index_file:
-            for name, shard in json.loads(Path(index_file).read_text())["weight_map"].items():
-                self._file_of.setdefault(name, shard)
-            return True
-        file = self._locate(file_name)
-        if file is None:
-            return False
-        if file_name.endswith(".bin"):
-            names = list(self._pickle(file_name))
-        else:
+            found = json.loads(Path(index_file).read_text())["weight_map"]
+        elif file and file_name.endswith(".bin"):
+            found = dict.fromkeys(self._pickle(file_name), file_name)
+        elif file:
             with safe_open(file, framework="pt") as opened:
-                names = list(opened.keys())
-        for name in names:
-            self._file_of.setdefault(name, file_name)
+                found = dict.fromkeys(opened.keys(), file_name)
+        else:
+            return False
+        self.names |= {name: file for name, file in found.items() if name not in self.names}
         return True
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        """A tensor, or what reads parts of it from a safetensors file."""
+        if self.names[name].endswith(".bin"):
+            yield self._pickle(self.names[name])[name]
+        else:
+            with safe_open(self._locate(self.names[name]), framework="pt") as opened:
+                yield opened.get_slice(name)
 
     def _locate(self, file_name: str) -> str | None:
         silent = ("missing_entries", "gated_repo", "connection_errors")
@@ -157,16 +147,3 @@ class WeightFiles:
         config = json.loads(Path(config_file).read_text()) if config_file else {}
         text = config.get("text_config") or config.get("llm_config") or {}
         return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-
-    def _sample(self) -> str:
-        names = self.names
-        return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-    def _nothing_found(self) -> str:
-        folder = Path(self.path)
-        expected = f"expected {', '.join((*MODEL_FILES, *PROJECTOR_FILES))} (or shards with an index)"
-        if state := next(folder.glob("global_step*"), None):
-            remedy = f"Gather it first: python {folder / 'zero_to_fp32.py'} {folder} {folder}"
-            return f"{self.path}: holds only DeepSpeed's partitioned state ({state.name}); {expected}. {remedy}"
-        where = "no weights there" if folder.is_dir() else "no such folder, and no hub model that could be reached"
-        return f"{self.path}: {where}; {expected}"

@@ -21,7 +21,7 @@ MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
 VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
 DRAWN = {
     "interface-norms": (
-        "A row for each model shows how the norms of visual tokens, text tokens and text embeddings are distributed."
+        "A panel for each model shows how the norms of visual tokens, text tokens and text embeddings are distributed."
     ),
     "layer-norms": "A panel for each model shows the norms of visual and text tokens over the layers.",
     "update-rates": (
@@ -30,15 +30,11 @@ DRAWN = {
     "update-rates-gap": "A line for each model gives the angle by which a layer turns text over that of visual tokens.",
     "norm-params": "Three panels follow the norm layer's gain and bias over the optimizer steps.",
     "attention-heatmaps": "A row of pictures for each model shows where its attention lies.",
-    "attention-profiles": (
-        "Three panels show each model's attention to rows of the picture, to visual tokens, and its entropy."
-    ),
+    "attention-profiles": "Panels show each model's attention to visual tokens and its entropy over the layers.",
     "gradients": (
         "A panel for each model follows the gradient's norm from the LLM's input to the tower, a line for each norm."
     ),
-    "interventions": (
-        "Three panels show how outputs, keys and values change when visual tokens are rescaled or exchanged."
-    ),
+    "interventions": "Three panels show how outputs, keys and values change when visual tokens are rescaled.",
 }
 """Figures of `scripts/analyze.sh`, each with what is seen on it."""
 

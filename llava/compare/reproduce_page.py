@@ -82,6 +82,6 @@ def score_rows(preset: str, stats: Statistics) -> list[Row]:
 def samples_note(results: Path, requested: int) -> str:
     """How many samples a folder of `llava.analysis` was measured on."""
     origins = [json.loads(file.read_text(encoding="utf-8"))["provenance"] for file in sorted(results.glob("*.json"))]
-    counts = {origin["samples"] - len(origin["unreadable"]) for origin in origins if origin["samples"]}
+    counts = {origin["samples"] for origin in origins if origin["samples"]}
     fewer = f" of {requested} requested" if counts != {requested} else ""
     return f"{' or '.join(map(str, sorted(counts)))} samples{fewer}."

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor, Trainer
+from transformers import AutoProcessor, Trainer
 
 import llava
 from llava.analysis.processors import load_processor
@@ -35,7 +35,7 @@ def main() -> None:
 
     remember.__wrapped__ = init  # trainers look at its parameters
     Trainer.__init__ = remember
-    processor = load_processor(job["model"], AutoConfig.from_pretrained(job["model"]))
+    processor = load_processor(job["model"])
     # Both of the library's own would need torchvision, for videos.
     processor.save_pretrained = lambda *_, **__: []
     AutoProcessor.from_pretrained = lambda *_, **__: processor

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from llava.analysis import attention, interventions, theory
 from llava.analysis import models as loading
 from llava.analysis.__main__ import main, parser
-from llava.analysis.attention import NoMap, draw_profiles, overlaid, visual_grid, watched
+from llava.analysis.attention import NoMap, overlaid, visual_grid, watched
 from llava.analysis.commands import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.samples import PicturePrompt
@@ -61,7 +60,7 @@ def eager(probe, question):
 def weights_of(probe: Probe, batch) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Weights [H, S, S] by layer, and logits, of the first sample with the attention watched."""
     weights = {}
-    with watched(probe.parts.layers, lambda index, seen, allowed: weights.update({index: seen.clone()})):
+    with watched(probe.parts.layers, lambda index, seen: weights.update({index: seen.clone()})):
         seen = probe.run(batch)
     return weights, seen.logits
 
@@ -137,7 +136,7 @@ def looking(case, query="question"):
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = models.batch_of(**{name: value[:1] for name, value in case.inputs.items()})
     probe._prepare = lambda samples: batch
-    return attention.look(probe, SimpleNamespace(name="first"), query)
+    return attention.look_of(probe, [SimpleNamespace(name="first")], query)
 
 
 def share_of(allowed: Callable[[int, int], bool], case) -> float:
@@ -183,29 +182,8 @@ def test_uniform_attention_has_uniform_share_and_entropy_1_in_any_window():
         looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), query="last")
 
 
-def test_shares_and_entropy_are_also_measured_without_sinks(probe, question, eager, monkeypatch):
-    groups = probe.groups(probe.prepare([question]))[0]
-    visual = (groups == VISUAL).nonzero().flatten().tolist()
-    mask = torch.zeros(1, len(groups), dtype=torch.bool)
-    mask[0, visual[1]] = mask[0, 0] = True  # the second visual token, and a text token, which plays no part
-    monkeypatch.setattr(attention, "sink_mask", lambda seen: mask)
-    picture = attention.look(probe, question, "question")
-    rows, columns = np.flatnonzero(groups == TEXT_AFTER), [visual[0], *visual[2:]]
-    for layer, weights in enumerate(eager[0].double().numpy()):
-        looks = weights[:, rows][:, :, columns].mean(axis=1)
-        p = looks / looks.sum(axis=1, keepdims=True)
-        entropy = -(p * np.log(p)).sum(axis=1) / np.log(len(columns))
-        assert picture["share without sinks"][layer] == pytest.approx(looks.sum(axis=1).mean(), rel=1e-5)
-        assert picture["entropy without sinks"][layer] == pytest.approx(entropy.mean(), rel=1e-5)
-    assert picture["sinks"].tolist() == [1]
-    assert attention.curves([picture, picture])["visual sinks: pictures by place"] == {1: 2}
-    row = attention.table_row("m", [picture])
-    assert row["visual share without sinks"] == pytest.approx(picture["share without sinks"].mean())
-    assert row["entropy without sinks, median"] == pytest.approx(np.median(picture["entropy without sinks"]))
-
-
 def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager):
-    picture = attention.look(probe, question, "question")
+    picture = attention.look_of(probe, [question], "question")
     groups = probe.groups(probe.prepare([question]))[0]
     weights, visual = eager[0].double().numpy(), (groups == VISUAL).numpy()
     rows = np.flatnonzero(groups == TEXT_AFTER)
@@ -236,12 +214,6 @@ def test_the_query_is_the_tokens_that_hold_its_words():
 def test_the_upper_half_counts_a_middle_row_half():
     assert attention.upper_half(np.array([[0.1, 0.2, 0.3, 0.4]]).T) == pytest.approx(0.3)
     assert attention.upper_half(np.array([[0.1, 0.6, 0.3]]).T) == pytest.approx(0.4)
-
-
-def test_a_map_without_its_most_seen_token_sums_to_one():
-    rest = attention.without_most_seen(np.array([[0.6, 0.1], [0.2, 0.1]]))
-    assert rest == pytest.approx(np.array([[0, 0.25], [0.5, 0.25]]))
-    assert attention.without_most_seen(np.full((2, 2), 0.25)) == pytest.approx(0.25)  # nothing stands out
 
 
 def _positions(rows: int, columns: int, padding: int) -> torch.Tensor:
@@ -295,7 +267,7 @@ def test_tokens_without_known_places_have_no_map_but_a_reason(model_type, inputs
 def picture_with(rows: int, columns: int, top: float) -> dict[str, np.ndarray]:
     """Attention whose share of the upper half is `top`, on a grid of so many rows; without rows no map."""
     heat = np.repeat([[top], [1 - top]], rows // 2, axis=0).repeat(columns, axis=1) if rows else np.zeros((0, 0))
-    values = {name: np.array([0.5]) for name in attention.PROFILES} | {"sinks": np.array([], dtype=int)}
+    values = {name: np.array([0.5]) for name in attention.COLUMNS}
     reason = np.array("" if rows else "x cuts them into tiles")
     return values | {"map": heat / heat.sum() if rows else heat, "no map": reason, "area": np.array(WHOLE)}
 
@@ -304,29 +276,21 @@ def test_mixed_shapes_are_all_used_and_pictures_without_a_map_counted():
     pictures = [picture_with(4, 2, 0.75), picture_with(8, 3, 0.25), picture_with(2, 5, 0.5), picture_with(0, 0, 0)]
     row = attention.table_row("m", pictures)
     assert (row["samples"], row["with a map"], row["upper half"]) == (4, 3, pytest.approx(0.5))
-    profile = attention.curves(pictures)["share per row, mean"]
-    expected = np.array([np.repeat([top, 1 - top], 4) / 4 for top in (0.75, 0.25, 0.5)])
-    assert profile["mean"] == pytest.approx(expected.mean(axis=0))
-    assert profile["std"] == pytest.approx(expected.std(axis=0))
 
 
-class Readable(list):
-    """Samples of which the second cannot be read."""
-
-    unreadable = {"1": "broken"}
-
-
-def test_a_heatmap_is_drawn_over_its_own_picture_after_unreadable_ones(monkeypatch, capsys):
+def test_heat_maps_are_drawn_of_the_pictures_that_have_one_of_every_model(tmp_path, monkeypatch, capsys):
     drawn = []
-    monkeypatch.setattr(attention, "draw_heatmaps", lambda args, shown, maps: drawn.append((shown, maps)))
+    monkeypatch.setattr(attention, "overlaid", lambda image, *others: drawn.append(image) or image)
     mapped, unmapped = picture_with(4, 2, 0.75), picture_with(0, 0, 0)
+    pictures = [PicturePrompt(str(side), Image.new("RGB", (side, side)), "?") for side in (5, 6, 7)]
+    args = argparse.Namespace(command="attention", output_dir=tmp_path)
     results = {"m": [unmapped, mapped, mapped], "n": [mapped, mapped, unmapped], "latents": [unmapped] * 3}
-    attention.draw_maps(None, Readable("abcd"), results)
-    assert len(drawn) == 1 and drawn[0][0] == ["c"] and drawn[0][1].keys() == {"m", "n"}
+    attention.draw_maps(args, pictures, results)
+    assert [image.size for image in drawn] == [(6, 6), (6, 6)]
     assert "latents: no map of 3 of 3 pictures: x cuts them into tiles (3)\n" in capsys.readouterr().out
     results = {"m": [unmapped, mapped, unmapped], "n": [mapped, unmapped, unmapped]}
-    attention.draw_maps(None, Readable("abcd"), results)
-    assert len(drawn) == 1 and "no heat maps: no picture has one of every model (m, n)" in capsys.readouterr().out
+    attention.draw_maps(args, pictures, results)
+    assert len(drawn) == 2 and "no heat maps: no picture has one of every model" in capsys.readouterr().out
 
 
 CROPS = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
@@ -395,15 +359,15 @@ def test_a_heatmap_covers_only_the_area_that_the_encoder_sees():
     assert bright[:10, 20:40].all() and bright[10:, 40:60].all() and bright.sum() == 400
 
 
-def test_a_profile_in_other_rows_keeps_its_sum_and_its_place():
-    assert attention.profile(np.array([[0.2, 0.8]]).T, 4) == pytest.approx([0.1, 0.1, 0.4, 0.4])
-    assert attention.profile(np.array([[0.3, 0.3, 0.4]]).T, 2) == pytest.approx([0.45, 0.55])
-    assert attention.profile(np.array([[0.3, 0.7]]).T, 2) == pytest.approx([0.3, 0.7])
+def outcomes_of(probe, sample, alphas) -> dict:
+    """What `interventions` finds on a sample, by intervention."""
+    values = interventions.outcomes_of(probe, [sample], alphas)
+    return {name: {what: values[what][i] for what in values} for i, name in enumerate(values["name"])}
 
 
 @pytest.fixture(scope="module")
 def outcomes(probe, question):
-    return {outcome["name"]: outcome for outcome in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0])}
+    return outcomes_of(probe, question, [0.5, 1.0, 2.0])
 
 
 def test_alpha_one_is_an_exact_control(outcomes):
@@ -476,9 +440,7 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
 def made_run(probabilities, keys) -> interventions.Run:
     keys = torch.tensor(keys)[None]
     cache = {1: (keys, keys)}  # the first of two layers has no attention
-    sinks = torch.tensor([False, True])
-    shares, norms = torch.tensor([0.2, 0.05], dtype=torch.float64), torch.tensor([1.0, 30.0])
-    return interventions.Run(torch.tensor(probabilities).double().log(), shares, cache, norms, sinks, 3.0, 1.0)
+    return interventions.Run(torch.tensor(probabilities).double().log(), 0.25, cache, 1.0, 3.0)
 
 
 def row_of(*outcomes):
@@ -491,18 +453,15 @@ def test_an_outcome_equals_its_definition():
     other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
     compared = interventions.compare("x", untouched, other, 2)
     assert compared["kl"] == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
-    assert [compared[name] for name in ("rank", "share", "visual norm", "sinks")] == [3, 0.25, 15.5, 1]
-    # The second visual token is a sink.
-    assert (compared["share without sinks"], compared["visual norm without sinks"]) == (0.2, 1)
+    assert [compared[name] for name in ("rank", "share", "visual norm")] == [3, 0.25, 1]
     for name in ("keys", "values"):
         assert compared[name] == pytest.approx([np.nan, 0.5], nan_ok=True)
     assert row_of(compared)["cos of keys"] == pytest.approx(0.5)
-    none = torch.zeros(0)
-    text_only = other._replace(cache={1: (torch.zeros(1, 0, 2),) * 2}, norms=none, shares=none, sinks=none.bool())
+    text_only = other._replace(cache={1: (torch.zeros(1, 0, 2),) * 2}, share=0.0, visual_norm=np.nan)
     compared = interventions.compare("x", untouched, text_only, 2)
     assert np.isnan([*compared["keys"], *compared["values"], compared["visual norm"]]).all()
     row = row_of(compared)
-    assert row["cos of keys"] is None and row["visual attention without sinks"] == 0
+    assert row["cos of keys"] is None and row["visual attention"] == 0
 
 
 def rows_of(blank: float, scaled: float) -> dict:
@@ -512,33 +471,25 @@ def rows_of(blank: float, scaled: float) -> dict:
     return {name: {"KL (nats)": kl, "KL median": kl} | columns for name, kl in kls.items()}
 
 
-def facts(visual, with_sinks=None, text=3.0, table=3.0) -> dict[str, float]:
-    norms = {"visual norm": visual, "visual norm with sinks": with_sinks or visual, "text norm": text}
-    return norms | {"embedding norm as it enters": table}
-
-
 @pytest.mark.parametrize(
     "blank, scaled, word",
     [(1.0, 0.01, "HARMLESS"), (1.0, 0.3, "WEAKENS"), (1.0, 0.9, "BREAKS"), (0.001, 5.0, "NOT DECIDED")],
 )
 def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
     rows = rows_of(blank, scaled)
-    text = interventions.verdict("m", facts(6.0, 9.0), rows)
-    assert word in text and "2.00 times the text norm (medians; with sinks 3.00" in text
-    assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
-    # Aligned to the text of these samples, or to the embedding matrix as it enters the LLM.
-    for aligned in (facts(3.1, 300.0), facts(3.1, text=2.0)):
-        assert ("ALIGNED ALREADY" in interventions.verdict("m", aligned, rows)) == (word != "NOT DECIDED")
-    assert "ALIGNED ALREADY" not in interventions.verdict("m", facts(3.1, text=0.3, table=0.3), rows)
+    text = interventions.verdict("m", {"visual norm": 6.0, "text norm": 3.0}, rows)
+    assert word in text and "2.00 times the text norm" in text
+    aligned = interventions.verdict("m", {"visual norm": 3.1, "text norm": 3.0}, rows)
+    assert ("ALIGNED ALREADY" in aligned) == (word != "NOT DECIDED")
 
 
 def layer_row(states, after, groups, sinks) -> dict[str, float]:
     """The row of one layer and one sample."""
     members = {name: torch.isin(groups, torch.tensor(ids)) & ~sinks for name, ids in theory.MODALITIES.items()}
     values = theory.layer_values(states, after, members)
-    values = {f"{theory.WITHOUT_SINKS} {name}": value[None] for name, value in values.items()}
+    values = {name: value[None] for name, value in values.items()}
     values |= {f"{name} sinks": np.array([0]) for name in theory.MODALITIES}
-    return theory.layer_row([values], theory.WITHOUT_SINKS, 0)
+    return theory.layer_row([values], 0)
 
 
 def test_the_row_of_a_layer_equals_plain_geometry():
@@ -567,21 +518,17 @@ def test_the_row_of_a_layer_equals_plain_geometry():
     assert row["text drift"] == pytest.approx(np.linalg.norm(turns[20:39].mean(axis=0)), rel=1e-6)
 
 
-def test_assumptions_are_measured_without_and_with_sinks(probe, question, monkeypatch):
+def test_assumptions_are_measured_without_sinks(probe, question, monkeypatch):
     seen = probe.run(probe.prepare([question]))
     sink = seen.visual & (seen.visual.cumsum(1) == 2)
     monkeypatch.setattr(theory, "sink_mask", lambda seen: sink)
-    rows = theory.rows_of("m", [theory.sample_values(probe, question)])
-    assert [(row["layer"], row["tokens"], row["visual sinks"]) for row in rows] == [
-        (0, "without sinks", 1), (1, "without sinks", 1), (0, "with sinks", 0), (1, "with sinks", 0)
-    ]  # fmt: skip
-    for row, chosen in ((rows[0], seen.visual & ~sink), (rows[2], seen.visual)):
-        assert row["visual |h|"] == pytest.approx(seen.hidden_states[0][chosen].norm(dim=-1).mean().item(), rel=1e-5)
+    values = theory.sample_values(probe, [question])
+    rows = [{"model": "m", "layer": layer} | theory.layer_row([values], layer) for layer in range(2)]
+    assert [row["visual sinks"] for row in rows] == [1, 1]
+    chosen = seen.visual & ~sink
+    assert rows[0]["visual |h|"] == pytest.approx(seen.hidden_states[0][chosen].norm(dim=-1).mean().item(), rel=1e-5)
     line = theory.summary(rows)[0]
-    assert line["median layer"] == pytest.approx(np.median([r["visual |h|"] / r["text |h|"] for r in rows[:2]]))
-    assert line["median layer with sinks"] == pytest.approx(
-        np.median([r["visual |h|"] / r["text |h|"] for r in rows[2:]])
-    )
+    assert line["median layer"] == pytest.approx(np.median([r["visual |h|"] / r["text |h|"] for r in rows]))
 
 
 def test_one_shared_update_is_predicted_exactly():
@@ -608,9 +555,9 @@ def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, 
         assert main(["interventions", *shared, "--alphas", "2"]) == 0
         printed = capsys.readouterr().out
         assert "m: no attention, so no values, in layers 0, 2" in printed
-        details = json.loads((tmp_path / "attention.json").read_text())["details"]["m"]
-        for name in ("share per layer", "entropy per layer", "share per layer if uniform"):
-            assert [value is None for value in details[name]["mean"]] == [True, False, True]
+        layers = json.loads((tmp_path / "attention-layers.json").read_text())["rows"]
+        for name in attention.COLUMNS.values():
+            assert [name in row for row in layers] == [False, True, False]
         assert json.loads((tmp_path / "attention.json").read_text())["rows"][0]["visual share of attention"] > 0
         result = json.loads((tmp_path / "interventions.json").read_text())
         assert 0 < result["rows"][1]["cos of keys"] < 1
@@ -625,12 +572,11 @@ def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
     ids = probe.prepare([sample]).input_ids[0]
     words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
     expected = 32**0.5 * float(np.median(probe.embedding_weight[words].norm(dim=1)))
-    outcomes_by_name = {outcome["name"]: outcome for outcome in interventions.outcomes_of(probe, sample, [1.0])}
+    outcomes_by_name = outcomes_of(probe, sample, [1.0])
     assert outcomes_by_name[interventions.UNTOUCHED]["text norm"] == pytest.approx(expected, rel=1e-5)
     assert outcomes_by_name[interventions.TEXT_NORM]["visual norm"] == pytest.approx(expected, rel=1e-5)
-    assert outcomes_by_name[interventions.UNTOUCHED]["scale"] == pytest.approx(32**0.5, rel=1e-5)
     with pytest.raises(ValueError, match="first: no text enters beside the picture"):
-        list(interventions.outcomes_of(probe, sample._replace(prompt=""), [1.0]))
+        outcomes_of(probe, sample._replace(prompt=""), [1.0])
 
 
 @pytest.mark.slow
@@ -649,9 +595,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
         *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
     ]
-    assert (
-        len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 2 * 2 * 2
-    )  # models, layers, sinks
+    assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 2 * 2  # models, layers
     assert "two: visual tokens enter with" in capsys.readouterr().out
     with monkeypatch.context() as patch:  # what is measured is taken as it is
         patch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
@@ -669,16 +613,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
     for command in ("attention", "interventions", "theory"):
         assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2
-        assert "a language model without a vision encoder" in capsys.readouterr().err
+        assert "has no visual tokens" in capsys.readouterr().err
     assert main(["attention", *shared, "--query", "elephant"]) == 2
     assert main(["attention", *shared, "--data", "nothing.json"]) == 2
     assert "nothing.json: no such file" in capsys.readouterr().err
-
-
-def test_the_line_of_uniform_attention_looks_like_no_arm(tmp_path):
-    curve = {"mean": [0.25, 0.75], "std": [0.1, 0.1]}
-    names = ("share per row, mean", "share per layer", "share per layer if uniform", "entropy per layer")
-    args = argparse.Namespace(command="attention", output_dir=tmp_path)
-    draw_profiles(args, {arm: dict.fromkeys(names, curve) for arm in ("none", "gwc_layernorm")})
-    drawn = (tmp_path / "attention-profiles.svg").read_text()
-    assert set(re.findall(r"stroke-dasharray: [^;]+;[^\"]* stroke: (#\w+)", drawn)) == {presentation.NEUTRAL}

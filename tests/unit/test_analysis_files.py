@@ -218,9 +218,9 @@ def test_what_holds_no_readable_weights_is_refused_in_one_line(tmp_path, command
     (zero / "global_step5").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     for path, message in (
-        (zero, "only DeepSpeed's partitioned state (global_step5)"),
-        (tmp_path / "empty", "no weights there"),
-        (tmp_path / "absent", "no such folder"),
+        (zero, "only DeepSpeed's partitioned state. Gather it first: python"),
+        (tmp_path / "empty", "no weights, expected model.safetensors"),
+        (tmp_path / "absent", "absent"),
     ):
         assert main([command, "--model", str(path), "--output-dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

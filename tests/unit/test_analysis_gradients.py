@@ -16,7 +16,6 @@ from llava.analysis.commands import NamedModel
 from llava.analysis.gradients import ARMS, BEFORE, FEATURES, INPUT
 from llava.analysis.samples import choose
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.conversation import get_template
 from llava.model.multimodal_encoder.towers import TOWERS
 
 
@@ -28,8 +27,9 @@ def setting(tiny, path):
 
 def by_hand(named, samples, args, gain, bias):
     """Norms of the loss's gradients at LLM input, norm input and features, each a leaf of a graph of its own."""
-    tokenizer, model, image_processor = loading.load_ours(named, args)
-    batch, labels_of = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
+    assistant = loading.load_ours(named, args)
+    model = assistant.model
+    batch, labels_of = gradients.training_batch(samples[:], assistant)
     batch = batch.inputs
     features = model.get_vision_tower()(batch["images"]).detach().requires_grad_(True)
     projected = model.model.mm_projector[2](F.gelu(model.model.mm_projector[0](features)))
@@ -60,7 +60,7 @@ def by_hand(named, samples, args, gain, bias):
 def test_each_arms_gradients_equal_those_of_the_parts_by_hand(tiny, tmp_path, norm):
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m", norm))
     arms = gradients.measure_gradients(named, samples, args)
-    weight = loading.load_ours(named, args)[1].get_input_embeddings().weight
+    weight = loading.load_ours(named, args).model.get_input_embeddings().weight
     target = weight.norm(dim=1).mean().item()
     gain, bias = torch.full((32,), target / 32**0.5), torch.zeros(32)
     plain = by_hand(named, samples, args, None, None)
@@ -78,7 +78,7 @@ def test_each_arms_gradients_equal_those_of_the_parts_by_hand(tiny, tmp_path, no
 def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
     path = our_checkpoint(tiny, tmp_path / "m", "gwc_layernorm")
     named, samples, args = setting(tiny, path)
-    model = loading.load_ours(named, args)[1]
+    model = loading.load_ours(named, args).model
     with torch.no_grad():
         model.model.mm_projector[3].weight.copy_(torch.linspace(0.5, 2, 32))
         model.model.mm_projector[3].bias.fill_(0.1)
@@ -118,9 +118,10 @@ def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):
     args = arguments("gradients", "--data", tiny / "data/images", "--samples", 1)
     with pytest.raises(ValueError, match="need an answer to learn"):
         gradients.measure_gradients(named, choose(args), args)
-    with pytest.raises(ValueError, match="need one of our checkpoints .*, found a llama"):
-        gradients.require_ours(NamedModel("x", str(tiny / "llama")))
+    args.projector_path = "x"
+    with pytest.raises(ValueError, match="gradients needs one of our checkpoints .*, found a llama"):
+        loading.check(NamedModel("x", str(tiny / "llama")), args)
     fields = json.loads((tmp_path / "m/config.json").read_text()) | {"mm_vision_tower": None}
     (tmp_path / "m/config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="need a vision tower, and its config.json names none"):
-        gradients.require_ours(named)
+    with pytest.raises(ValueError, match="needs one of our checkpoints with a vision tower"):
+        loading.check(named, args)

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 
 from llava.analysis import __main__ as command_line
-from llava.analysis import embedding_norms, interventions, measure, output
+from llava.analysis import measure, output
 from llava.analysis.commands import NamedModel, named_model, required_models
-from llava.analysis.curves import draw_gap
-from llava.analysis.embedding_norms import EmbeddingNorms
-from llava.analysis.measure import Measurement
-from llava.analysis.probe import TEXT_AFTER, VISUAL
 from llava.utils import commands
 from llava.utils.digests import fingerprint
 
@@ -129,50 +125,23 @@ def drawn(monkeypatch):
         pyplot.close(figure)
 
 
-def covered_points(figure) -> int:
-    """How many points of a figure's curves lie under one of its legends or labels."""
-    figure.canvas.draw()
-    legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
-    assert legends
-    labels = [text for axis in figure.axes for text in axis.texts]
-    boxes = [drawn.get_window_extent() for drawn in (*legends, *labels)]
-    count = 0
-    for axis in figure.axes:
-        paths = [line.get_transform().transform(line.get_xydata()) for line in axis.lines if len(line.get_xdata()) > 2]
-        paths += [patch.get_transform().transform(patch.get_path().vertices) for patch in axis.patches]
-        count += sum(box.count_contains(path) for box in boxes for path in paths)
-    return count
-
-
-def curves_of(angles):
-    turns, sinks = np.array(angles), np.zeros(2, dtype=bool)
-    return Measurement([{"turn": turns, "cosine": turns, "group": np.array([VISUAL, TEXT_AFTER]), "sink": sinks}], 1)
-
-
-@pytest.mark.slow
-def test_legends_and_labels_cover_no_curve_however_long_the_names(tmp_path, drawn):
-    norms = np.random.default_rng(0).normal(3, 0.6, 5000)
-    names = ("gwc_layernorm/finetune", "none/finetune", "layernorm/finetune")
-    embeddings = [EmbeddingNorms(name, "x", 8, norms, []) for name in names]
-    embedding_norms.draw(arguments(tmp_path), embeddings)
-    draw_gap(arguments(tmp_path), dict.fromkeys(names, curves_of([(1.0, 30.0), *[(2.0, 3.0)] * 20, (3.0, 1.5)])))
-    kinds = (
-        interventions.UNTOUCHED,
-        interventions.BLANK,
-        interventions.TEXT_NORM,
-        *(f"alpha {10.0**i:g}" for i in range(-3, 4)),
-    )
+def test_a_figure_has_a_panel_for_each_column_and_a_line_for_each_name(tmp_path, drawn):
+    names = ("gwc_layernorm/finetune", "none/finetune", "another model with a long name")
     rows = [
-        {"model": name, "intervention": kind, "KL (nats)": 1.0, "cos of keys": i / 9, "cos of values": 1 - i / 9}
-        for name in names
-        for i, kind in enumerate(kinds)
+        {"model": name, "layer": layer, "kind": kind, "a": layer + index, "b": None if layer == 3 else 2.0**layer}
+        for index, name in enumerate(names)
+        for kind in ("x", "y")
+        for layer in range(9)
     ]
-    details = dict.fromkeys(names, {"text norm": 1.0, "visual norm": 10.0})
-    interventions.draw(arguments(tmp_path), rows, details)
-    assert [covered_points(figure) for figure in drawn] == [0, 0, 0]
-
-
-def test_the_gaps_axis_fits_curves_of_any_height(tmp_path, drawn):
-    draw_gap(arguments(tmp_path), {"x": curves_of([(1.0, 30.0), (4.0, 4.0)])})
-    low, high = drawn[0].axes[0].get_ylim()
-    assert 0.5 < low <= 0.7 and 30 < high < 60
+    output.draw_rows(arguments(tmp_path), rows[:9], "layer", {"a": {}, "b": {"yscale": "log"}})
+    first, second = drawn[0].axes
+    assert [line.get_ydata().tolist() for line in first.lines] == [list(range(9))]
+    assert [len(line.get_xdata()) for line in second.lines] == [8] and second.get_yscale() == "log"
+    output.draw_rows(arguments(tmp_path), rows, "layer", {"a": {}, "b": {}}, column="kind")
+    assert [axis.get_title() for axis in drawn[1].axes] == ["x", "y", "", ""]
+    assert [len(axis.lines) for axis in drawn[1].axes] == [3] * 4
+    drawn[1].canvas.draw()
+    (legend,) = drawn[1].legends
+    assert [text.get_text() for text in legend.get_texts()] == list(names)
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axis.get_window_extent()) for axis in drawn[1].axes)

@@ -44,9 +44,7 @@ def family(request, tmp_path_factory):
     else:
         patch = pytest.MonkeyPatch()
         patch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
-        prepare = library_inputs(
-            load_processor(str(folder), model.config), "cpu", torch.float32, family_of(model.config.model_type)
-        )
+        prepare = library_inputs(load_processor(str(folder)), "cpu", torch.float32, family_of(model.config.model_type))
         picture = torch.rand(20, 40, 3, generator=torch.Generator().manual_seed(0)) * 255
         inputs = prepare([PicturePrompt("x", Image.fromarray(picture.byte().numpy()), "What is it?")]).inputs
         patch.undo()
