@@ -22,44 +22,26 @@ QUICKSTART = Path("outputs/quickstart")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m llava.analysis all`."""
-    parser.add_argument(
-        "models",
-        metavar="[NAME=]CKPT",
-        nargs="*",
-        type=named_model,
-        help=f"checkpoint folder or hub id, optionally with its name in the figures (default: {QUICKSTART}/*/finetune)",
-    )
+    where = f"checkpoint folder or hub id, optionally with its name in the figures (default: {QUICKSTART}/*/finetune)"
+    parser.add_argument("models", metavar="[NAME=]CKPT", nargs="*", type=named_model, help=where)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     parser.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     parser.add_argument("--samples", type=whole(1), help="number of samples (default: few, see each command's --help)")
-    parser.add_argument(
-        "--commands",
-        type=chosen,
-        default=tuple(COMMANDS),
-        help="run only these commands, given as one argument: --commands 'theory attention'",
-    )
-
-
-def chosen(text: str) -> tuple[str, ...]:
-    """The value of `--commands`, separated by spaces or commas."""
-    names = tuple(text.replace(",", " ").split())
-    if not names or (unknown := [name for name in names if name not in COMMANDS]):
-        listed = ", ".join(unknown) if names else "none"
-        raise argparse.ArgumentTypeError(f"expected names from {', '.join(COMMANDS)}; found {listed}")
-    return names
+    only = "run only these commands, given as one argument: --commands 'theory attention'"
+    parser.add_argument("--commands", default=" ".join(COMMANDS), help=only)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the commands. Raises ValueError: no checkpoint, or one without a config; some commands failed."""
-    found = [str(config.parent) for config in sorted(QUICKSTART.glob("*/finetune/config.json"))]
-    models = required_models(args.models or list(map(named_model, found)))
-    fitting = {command: fitting_models(command, models) for command in args.commands}
-    run_all(
-        {
-            command: command_line(command, fits, args.output_dir, args.data, args.samples) if fits else []
-            for command, fits in fitting.items()
-        }
-    )
+    commands = args.commands.replace(",", " ").split()
+    if not commands or (unknown := set(commands) - COMMANDS.keys()):
+        listed = ", ".join(sorted(unknown)) if commands else "none"
+        raise ValueError(f"--commands: expected names from {', '.join(COMMANDS)}; found {listed}")
+    trained = [named_model(str(config.parent)) for config in sorted(QUICKSTART.glob("*/finetune/config.json"))]
+    models = required_models(args.models or trained)
+    fitting = {command: fitting_models(command, models) for command in commands}
+    rest = (args.output_dir, args.data, args.samples)
+    run_all({command: command_line(command, fits, *rest) if fits else [] for command, fits in fitting.items()})
     print(f"tables and figures: {args.output_dir}")
 
 

@@ -71,7 +71,11 @@ def run(args: argparse.Namespace) -> None:
     models, drawn = measure.begin(args)
     look = partial(look_of, query=args.query)
     results = {m.name: measure.batches("attention", m, drawn, args, look, flags=("query",)) for m in models}
-    layers = [row for name, pictures in results.items() for row in layer_rows(name, pictures)]
+    layers = [
+        {"model": name, "layer": layer} | cells(pictures, layer)
+        for name, pictures in results.items()
+        for layer in range(len(pictures[0]["share"]))
+    ]
     write_result(args, [table_row(name, pictures) for name, pictures in results.items()])
     write_result(args, layers, name=f"{args.command}-layers", show=False)
     for name in results:
@@ -270,35 +274,29 @@ def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def table_row(name: str, pictures: list[Values]) -> TableRow:
-    """Means and medians over samples and layers; the picture's upper half by the mean map."""
+    """Statistics over samples and layers; the picture's upper half by the mean map."""
     maps = [picture["map"] for picture in pictures if picture["map"].size]
     row: TableRow = {"model": name, "samples": len(pictures), "with a map": len(maps)}
+    return row | cells(pictures) | {"upper half": measure.mean(np.array([upper_half(heat) for heat in maps]))}
+
+
+def cells(pictures: list[Values], layer: int | None = None) -> TableRow:
+    """Mean, std and median over the samples of one layer's values, or of all layers'; none without attention."""
+    row: TableRow = {}
     for what, column in COLUMNS.items():
-        values = np.concatenate([picture[what] for picture in pictures])
+        own = [picture[what] if layer is None else picture[what][layer] for picture in pictures]
+        values = np.concatenate(list(map(np.ravel, own)))
         values = values[~np.isnan(values)]
-        row |= {column: measure.mean(values), f"{column}, median": measure.median(values)}
-    return row | {"upper half": measure.mean(np.array([upper_half(heat) for heat in maps]))}
+        if len(values):
+            row |= {column: float(values.mean()), f"{column}, std": float(values.std())}
+            row[f"{column}, median"] = float(np.median(values))
+    return row
 
 
 def upper_half(heatmap: np.ndarray) -> float:
     """The part of a map that lies in the upper half; a middle row counts half."""
     half = len(heatmap) // 2
     return float(heatmap[:half].sum() + (heatmap[half].sum() / 2 if len(heatmap) % 2 else 0))
-
-
-def layer_rows(name: str, pictures: list[Values]) -> list[TableRow]:
-    """Mean, std and median over the samples of each layer's values; a layer without attention has none."""
-    rows = []
-    for layer in range(len(pictures[0]["share"])):
-        row: TableRow = {"model": name, "layer": layer}
-        for what, column in COLUMNS.items():
-            values = np.array([picture[what][layer] for picture in pictures])
-            values = values[~np.isnan(values)]
-            if len(values):
-                row |= {column: float(values.mean()), f"{column}, std": float(values.std())}
-                row[f"{column}, median"] = float(np.median(values))
-        rows.append(row)
-    return rows
 
 
 def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[str, list[Values]]) -> None:
@@ -311,13 +309,11 @@ def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[st
         if reasons:
             why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
             print(f"{name}: no map of {reasons.total()} of {len(pictures)} pictures: {why}")
-    gridded = {name: pictures for name, pictures in results.items() if any(picture["map"].size for picture in pictures)}
-    shown = [
-        i for i, pictures in enumerate(zip(*gridded.values(), strict=True)) if all(p["map"].size for p in pictures)
-    ]
-    shown = shown[:SHOWN]
+    gridded = {name: pictures for name, pictures in results.items() if any(p["map"].size for p in pictures)}
+    of_all = enumerate(zip(*gridded.values(), strict=True))
+    shown = [index for index, pictures in of_all if all(picture["map"].size for picture in pictures)][:SHOWN]
     if not shown:
-        print("no heat maps: no picture has one of every model" if gridded else "no heat maps")
+        print("no heat maps: no picture has one of every model")
         return
     size, name = (2.3 * len(shown) + 0.8, 2.2 * len(gridded) + 2.6), f"{args.command}-heatmaps"
     with figure(args, 1 + len(gridded), len(shown), figsize=size, squeeze=False, name=name) as (made, axes):

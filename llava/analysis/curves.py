@@ -1,16 +1,15 @@
-"""Curves over the LLM's layers, as tables and figures; a command is a view of one measurement (see `measure`)."""
+"""Curves over the LLM's layers, as tables and figures; commands that show one measurement (see `measure`)."""
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from llava.analysis import measure
 from llava.analysis.commands import NamedModel
-from llava.analysis.measure import STATE_METRICS, TEXT_GROUPS, WITH_SINKS, Measurement
+from llava.analysis.measure import STATE_METRICS, TEXT_GROUPS, WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
@@ -23,7 +22,7 @@ from llava.utils.presentation import (
 )
 
 SHOWN_SINKS = 12
-SUFFIX = {measure.WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
+SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
 STYLES = {
     GROUPS[VISUAL]: {"color": VISUAL_COLOUR, "linewidth": 2.2},
     GROUPS[TEXT_AFTER]: {"color": TEXT_COLOUR, "linewidth": 2.2},
@@ -32,34 +31,8 @@ STYLES = {
 }
 
 
-class Curve(NamedTuple):
-    """Statistics per layer or state, each [L] or [L + 1]; NaN where no token was seen."""
-
-    mean: np.ndarray
-    median: np.ndarray
-    count: np.ndarray
-
-
-class View(NamedTuple):
-    """What one command shows of the measurement.
-
-    Attributes:
-        cells: makes the summary's row for one group of tokens, without the sinks or with them.
-        columns: the values in the table of all layers.
-        panels: the columns of that table in the figure, with the properties of their panels.
-    """
-
-    cells: Callable[[Measurement, int, tuple[bool, ...]], TableRow]
-    columns: tuple[str, ...]
-    panels: dict[str, dict[str, str]]
-
-
-class Run(NamedTuple):
-    """The checkpoints of one training run, by optimizer step."""
-
-    name: str
-    steps: list[int]
-    models: list[str]
+Runs = dict[str, tuple[str, int]]
+"""By model, the training run of which it is a checkpoint, and the optimizer step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,74 +47,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurement], list[Run], list[TableRow]]:
-    """Measures every model, and writes the view's summary, its `-layers` and `-sinks` tables and its figure.
+def write_view(
+    args: argparse.Namespace, names: tuple[str, ...], panels: dict[str, dict[str, str]]
+) -> tuple[dict[str, Measurement], Runs, list[TableRow]]:
+    """Measures every model, and writes a summary, the tables `-layers` and `-sinks`, and the figure.
 
-    Returns the measurements, the runs of `--checkpoints`, and the rows of `-layers`. The figure shows medians without
-    sinks, a column of panels per model; each run has only its last checkpoint in it.
+    The figure shows medians without sinks, a column of panels per model; each run has only its last checkpoint in it.
+
+    Args:
+        names: the values in the tables.
+        panels: the columns of `-layers` in the figure, with the properties of their panels.
+
+    Returns:
+        the measurements by model, those of `--checkpoints`, and the rows of `-layers`.
     """
-    runs = [expand(folder, args.models) for folder in args.checkpoints]
+    runs = {model: place for folder in args.checkpoints for model, place in expand(folder, args.models).items()}
     models, drawn = measure.begin(args)
     measured = {model.name: measure.measure_layers(model, drawn, args) for model in models}
-    rows, last = layer_rows(measured, view.columns), without_earlier(measured, runs)
-    write_result(args, summary(measured, view))
+    rows, last = layer_rows(measured, names), without_earlier(measured, runs)
+    write_result(args, summary(rows))
     write_result(args, rows, name=f"{args.command}-layers", show=False)
     write_sinks(args, measured)
     shown = [row for row in rows if row["model"] in last]
-    draw_rows(args, shown, "layer", view.panels, "tokens", "model", STYLES, sharey="row", sharex=True)
+    draw_rows(args, shown, "layer", panels, "tokens", "model", STYLES, sharey="row", sharex=True)
     return measured, runs, rows
 
 
-def expand(folder: Path, models: list[NamedModel]) -> Run:
+def expand(folder: Path, models: list[NamedModel]) -> Runs:
     """Adds a run's checkpoints to `models`. Raises ValueError: the folder has none whose step is known."""
     name = "/".join([part for part in folder.parts if part != "/"][-2:])
     folders = [(step_of(path), path) for path in checkpoints(str(folder))]
     steps = dict(sorted((step, path) for step, path in folders if step is not None))
     if not steps:
         raise ValueError(f"--checkpoints {folder}: no checkpoint-N in it, and no trainer_state.json")
-    named = [NamedModel(f"{name}, step {step}", path) for step, path in steps.items()]
-    models += [model for model in named if model not in models]
-    return Run(name, list(steps), [model.name for model in named])
+    named = {step: NamedModel(f"{name}, step {step}", path) for step, path in steps.items()}
+    models += [model for model in named.values() if model not in models]
+    return {model.name: (name, step) for step, model in named.items()}
 
 
-def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[str, Measurement]:
+def without_earlier(measured: dict[str, Measurement], runs: Runs) -> dict[str, Measurement]:
     """The measurements without all but the last checkpoint of each run."""
-    earlier = {name for run in runs for name in run.models[:-1]}
-    return {name: measurement for name, measurement in measured.items() if name not in earlier}
+    last = dict(sorted(runs.values()))
+    return {name: of for name, of in measured.items() if name not in runs or runs[name][1] == last[runs[name][0]]}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def curve(
-    measurement: Measurement,
-    what: str,
-    groups: int | tuple[int, ...],
-    part: tuple[bool, ...] = measure.WITHOUT_SINKS,
-) -> Curve:
-    """Statistics of the value `what` in each layer.
+def medians(
+    measurement: Measurement, name: str, groups: int | tuple[int, ...], part: tuple[bool, ...] = WITHOUT_SINKS
+) -> np.ndarray:
+    """The value's median in each layer [L], or state [L + 1]; NaN where no token was seen.
 
-    A cosine's median is taken from the angle, which keeps values apart where all cosines are near 1.
+    A cosine's is taken from the angle, which keeps values apart where all cosines are near 1.
     """
-    layers = range(measurement.layers + (what in STATE_METRICS))
-    values = [measurement.of(what, groups, layer, part) for layer in layers]
-    means, medians = ([of(layer) for layer in values] for of in (measure.mean, measure.median))
-    if what == "cosine":
-        medians = np.cos(np.deg2rad(curve(measurement, "turn", groups, part).median))
-    return Curve(np.array(means), np.array(medians), np.array(list(map(len, values))))
-
-
-def summary(measured: dict[str, Measurement], view: View) -> list[TableRow]:
-    """A row per model and group that has tokens, without the sinks, and with them where there are any."""
-    rows = []
-    for model, measurement in measured.items():
-        for group, label in GROUPS.items():
-            counts = {part: len(measurement.of("norm", group, 0, part)) for part in SUFFIX}
-            for part, count in counts.items():
-                if count and not (part == WITH_SINKS and count == counts[measure.WITHOUT_SINKS]):
-                    row = {"model": model, "tokens": label + SUFFIX[part], "count": count}
-                    rows.append(row | view.cells(measurement, group, part))
-    return rows
+    if name == "cosine":
+        return np.cos(np.deg2rad(medians(measurement, "turn", groups, part)))
+    layers = range(measurement.layers + (name in STATE_METRICS))
+    return np.array([measure.median(measurement.of(name, groups, layer, part)) for layer in layers])
 
 
 def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[TableRow]:
@@ -149,50 +112,53 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            curves = {(name, part): curve(measurement, name, group, part) for name in names for part in SUFFIX}
-            for layer in np.flatnonzero(curves[names[0], WITH_SINKS].count).tolist():
-                every, without = (
-                    int(curves[names[0], part].count[layer]) for part in (WITH_SINKS, measure.WITHOUT_SINKS)
-                )
-                row = {"model": model, "tokens": label, "layer": layer, "count with sinks": every}
-                row["sinks"] = every - without
-                for (name, part), values in curves.items():
-                    if layer < len(values.mean):
-                        row[f"{name} mean{SUFFIX[part]}"] = float(values.mean[layer])
-                        row[f"{name} median{SUFFIX[part]}"] = float(values.median[layer])
+            every, without = (int(measurement.tokens((group,), part).sum()) for part in (WITH_SINKS, WITHOUT_SINKS))
+            middle = {key: medians(measurement, key[0], group, key[1]) for key in itertools.product(names, SUFFIX)}
+            for layer in range(max(map(len, middle.values())) if every else 0):
+                row = {"model": model, "tokens": label, "layer": layer, "count": every, "sinks": every - without}
+                for (name, part), values in middle.items():
+                    if layer < len(values):
+                        mean = measure.mean(measurement.of(name, group, layer, part))
+                        row |= {f"{name} mean{SUFFIX[part]}": mean}
+                        row[f"{name} median{SUFFIX[part]}"] = float(values[layer])
                 rows.append(row)
     return rows
 
 
+def summary(rows: list[TableRow]) -> list[TableRow]:
+    """A row per model and group: the mean over the layers of every column, without the sinks."""
+    table = []
+    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["tokens"]) == (model, tokens)]
+        columns = [name for name in own[0] if name.endswith((" mean", " median"))]
+        means = {name: float(np.nanmean([row[name] for row in own if name in row])) for name in columns}
+        table.append({"model": model, "tokens": tokens, "count": own[0]["count"], "sinks": own[0]["sinks"]} | means)
+    return table
+
+
 def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
-    """Writes every model's sinks to `<command>-sinks`, the most frequent first."""
+    """Writes every model's most frequent sinks to `<command>-sinks`, with the ids of text tokens."""
     rows = []
     for model, measurement in measured.items():
-        places: dict[tuple, list[dict[str, Any]]] = {}
-        for sink in measurement.sinks:
-            places.setdefault((sink["group"], sink["position"], sink["token"]), []).append(sink)
-        largest = {place: max(sink["ratio"] for sink in sinks) for place, sinks in places.items()}
-        order = sorted(places, key=lambda place: (-len(places[place]), -largest[place]))
-        for place in order[:SHOWN_SINKS]:
-            (group, position, token), sinks = place, places[place]
-            row = {"model": model, "tokens": GROUPS[group], "position": position, "token": repr(token) if token else ""}
-            row |= {"samples": f"{len(sinks)} of {measurement.count}"}
-            row["states"] = f"{min(sink['first'] for sink in sinks)} to {max(sink['last'] for sink in sinks)}"
-            row |= {"largest norm": max(sink["norm"] for sink in sinks), "over the median": largest[place]}
-            rows.append(row)
-        if len(order) > SHOWN_SINKS:
-            print(f"{model}: {len(order) - SHOWN_SINKS} rarer sinks are not listed")
-    ratio = f"{measure.SINK_RATIO:.0f} times the median of"
-    if rows:
-        print(f"\nsinks (norm over {ratio} the sample's tokens of the same kind):")
-        write_result(args, rows, name=f"{args.command}-sinks")
-    else:
-        print(f"no sinks: no token's norm exceeds {ratio} its kind in its sample")
+        values = measurement.values
+        places: dict[tuple, list[int]] = {}
+        for token in np.flatnonzero(values["sink"]).tolist():
+            group, position, ids = (int(values[name][token]) for name in ("group", "position", "id"))
+            places.setdefault((group, position, None if group == VISUAL else ids), []).append(token)
+        for (group, position, ids), tokens in sorted(places.items(), key=lambda place: -len(place[1]))[:SHOWN_SINKS]:
+            row = {"model": model, "tokens": GROUPS[group], "position": position, "id": ids}
+            row |= {"samples": f"{len(tokens)} of {measurement.count}"}
+            row["largest norm"] = float(values["norm"][:, tokens].max())
+            rows.append(row | {"over the median": float(values["ratio"][tokens].max())})
+    print(f"\nsinks (norm over {measure.SINK_RATIO:.0f} times the median of the sample's tokens of the same kind):")
+    write_result(
+        args, rows or [{"model": model, "samples": "none"} for model in measured], name=f"{args.command}-sinks"
+    )
 
 
 def gap(measurement: Measurement) -> np.ndarray:
     """Median angle that text turns by over the median angle that visual tokens turn by, per layer [L]."""
-    return curve(measurement, "turn", TEXT_GROUPS).median / curve(measurement, "turn", VISUAL).median
+    return medians(measurement, "turn", TEXT_GROUPS) / medians(measurement, "turn", VISUAL)
 
 
 def verdict(model: str, measurement: Measurement) -> str:
@@ -208,17 +174,16 @@ def verdict(model: str, measurement: Measurement) -> str:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def draw_runs(args: argparse.Namespace, rows: list[TableRow], runs: list[Run]) -> None:
+def draw_runs(args: argparse.Namespace, rows: list[TableRow], runs: Runs) -> None:
     """The cosine's mean per layer over a run's checkpoints (Figure 5): a column per run and kind of token."""
-    steps = {model: (run.name, step) for run in runs for step, model in zip(run.steps, run.models, strict=True)}
     kinds = {GROUPS[VISUAL]: "visual tokens", GROUPS[TEXT_AFTER]: "text after the image"}
-    points = [
-        row | {"step": steps[row["model"]][1], "column": f"{steps[row['model']][0]}:\n{kinds[row['tokens']]}"}
-        for row in rows
-        if row["model"] in steps and row["tokens"] in kinds
-    ]
-    numbers, colours = sorted({row["step"] for row in points}), import_pyplot().get_cmap("viridis_r")
-    styles = {str(step): {"color": colours(step / max(1, *numbers))} for step in numbers}
+    points = []
+    for row in rows:
+        if row["model"] in runs and row["tokens"] in kinds:
+            run, step = runs[row["model"]]
+            points.append(row | {"step": step, "column": f"{run}:\n{kinds[row['tokens']]}"})
+    steps, colours = sorted({row["step"] for row in points}), import_pyplot().get_cmap("viridis_r")
+    styles = {str(step): {"color": colours(step / max(1, *steps))} for step in steps}
     panel = {"cosine mean": {"ylabel": "cosine of successive layers"}}
     name = f"{args.command}-checkpoints"
     draw_rows(args, points, "layer", panel, "step", "column", styles, name, sharey=True)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ PAPER_TOKENS = {
     r"qwen2-vl-7b": {"<|vision_start|>": 2.46, "<|vision_end|>": 2.33},
     r"qwen2\.5-vl-7b": {"<|vision_start|>": 1.40, "<|vision_end|>": 2.15},
 }
-Entry = TypeVar("Entry")
 
 
 class EmbeddingNorms(NamedTuple):
@@ -138,7 +137,7 @@ def token_rows(models: list[EmbeddingNorms], top: int, papers: list[dict[str, fl
     return rows
 
 
-def paper_of(table: Mapping[str, Entry], model: NamedModel) -> Entry | None:
+def paper_of(table: Mapping[str, dict[str, Any]], model: NamedModel) -> dict[str, Any] | None:
     """The entry for the model in a table of the paper's numbers, by the last part of its path; None without one."""
     base = Path(model.path).name.lower()
     return next((entry for key, entry in table.items() if re.search(key, base)), None)

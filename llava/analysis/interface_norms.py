@@ -13,7 +13,6 @@ import numpy as np
 from llava.analysis import measure, models, samples
 from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.embedding_norms import histogram, paper_of, read_embedding_norms
-from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.measure import TEXT_GROUPS, WITH_SINKS, median
 from llava.analysis.output import TableRow, draw_rows, with_paper, write_result
 from llava.analysis.probe import VISUAL
@@ -81,7 +80,7 @@ def norms_of(model: NamedModel, args: argparse.Namespace, drawn: Callable[[], sa
     """All norms that the model has: of an encoder its tokens, of a plain LLM its embeddings."""
     fields = models.config_fields(model.path, args.trust_remote_code)
     model_type = fields.get("model_type", "")
-    if model_type in MODEL_TYPES:
+    if model_type in models.ENCODERS:
         return {FEATURES: encoder_norms(model, drawn(), args)}
     norms = {}
     if models.sees(fields, args):
@@ -127,7 +126,7 @@ def encoder_norms(model: NamedModel, drawn: samples.Samples, args: argparse.Name
         drawn,
         args,
         lambda encode, part: {FEATURES: encode(part).float().norm(dim=-1).cpu().numpy()},
-        load=load_encoder,
+        load=models.load_encoder,
         flags=("vision_layer",),
         size=args.batch_size,
     )

@@ -27,12 +27,6 @@ from llava.analysis.samples import PicturePrompt
 
 UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
 GREY = (127, 127, 127)
-# Shares of the change that a blank picture makes: scaling is called harmless below the first, breaking from the second.
-HARMLESS, BREAKING = 0.1, 0.5
-ALIGNED = 1.25
-"""Visual norms within this factor of the text norm count as aligned already."""
-SEES_PICTURES = 0.01
-"""Mean KL in nats to the blank picture's output, below which a model is said not to look at its pictures."""
 
 
 class Run(NamedTuple):
@@ -60,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes one row per model and intervention, the figure, and prints one verdict per model."""
+    """Writes one row per model and intervention, the figure, and prints one sentence per model."""
     if min(args.alphas) <= 0:
         raise ValueError("--alphas: expected positive factors; no picture at all is always among the controls")
     args.alphas = sorted(args.alphas)
     models, drawn = measure.begin(args)
-    rows, details = [], {}
+    rows, sentences = [], []
     for model in models:
         values_of = partial(outcomes_of, alphas=args.alphas)
         parts = measure.batches("interventions", model, drawn, args, values_of, flags=("alphas",))
@@ -73,14 +67,13 @@ def run(args: argparse.Namespace) -> None:
         rows += own.values()
         if TEXT_ONLY not in own:
             print(f"{model.name}: not run: {TEXT_ONLY}; its processor makes no inputs of text alone")
-        facts = {norm: median(_known(parts, UNTOUCHED, norm)) for norm in ("visual norm", "text norm")}
-        details[model.name] = facts | {"verdict": verdict(model.name, facts, own)}
-    write_result(args, rows, details)
+        sentences.append(headline(model.name, own))
+    write_result(args, rows)
+    print("\n".join(sentences))
     axes = {"xscale": "log", "xlabel": "alpha (factor on visual tokens)"}
     panels = ("KL (nats)", "cos of keys", "cos of values")
     sweep = sorted((row for row in rows if row["alpha"] is not None), key=lambda row: row["alpha"])
     draw_rows(args, sweep, "alpha", {panel: axes | {"title": panel} for panel in panels})
-    print("\n" + "\n".join(facts["verdict"] for facts in details.values()))
 
 
 def outcomes_of(probe: Probe, part: Sequence[PicturePrompt], alphas: list[float]) -> Values:
@@ -173,15 +166,8 @@ def compare(name: str, untouched: Run, other: Run, layers: int) -> dict[str, Any
         pairs = list(zip(untouched.cache[index], other.cache[index], strict=True))
         if all(a.shape == b.shape for a, b in pairs):
             cosines[:, index] = [F.cosine_similarity(a, b, dim=-1).mean().item() for a, b in pairs]
-    norms = {"visual norm": other.visual_norm, "text norm": other.text_norm}
-    return {
-        "name": name,
-        "kl": kl,
-        "rank": rank,
-        "share": other.share,
-        "keys": cosines[0],
-        "values": cosines[1],
-    } | norms
+    outcome = {"name": name, "kl": kl, "rank": rank, "share": other.share, "keys": cosines[0], "values": cosines[1]}
+    return outcome | {"visual norm": other.visual_norm, "text norm": other.text_norm}
 
 
 def _known(parts: list[Values], name: str, what: str) -> np.ndarray:
@@ -191,7 +177,7 @@ def _known(parts: list[Values], name: str, what: str) -> np.ndarray:
 
 
 def table_row(model: str, name: str, parts: list[Values]) -> TableRow:
-    """Means over the samples; KL also as median, since a few answers may dominate the mean."""
+    """Means over the samples, of norms medians; KL also as median, since a few answers may dominate the mean."""
     kl, rank = _known(parts, name, "kl"), _known(parts, name, "rank")
     alpha = 1.0 if name == UNTOUCHED else float(name.split()[1]) if name.startswith("alpha") else None
     row = {"model": model, "intervention": name, "alpha": alpha, "KL (nats)": float(kl.mean()), "KL median": median(kl)}
@@ -201,23 +187,16 @@ def table_row(model: str, name: str, parts: list[Values]) -> TableRow:
     for column, what in columns.items():
         values = _known(parts, name, what)
         row[column] = float(values.mean()) if len(values) else None
-    return row
+    return row | {norm: median(_known(parts, name, norm)) for norm in ("visual norm", "text norm")}
 
 
-def verdict(model: str, facts: dict[str, float], rows: dict[str, TableRow]) -> str:
+def headline(model: str, rows: dict[str, TableRow]) -> str:
     """In one sentence with numbers, what setting visual tokens to the text norm does to one model."""
-    ratio, blank, scaled = facts["visual norm"] / facts["text norm"], rows[BLANK], rows[TEXT_NORM]
-    start = f"{model}: visual tokens enter with {ratio:.2f} times the text norm (medians). "
-    if blank["KL (nats)"] < SEES_PICTURES:
-        return start + (
-            f"NOT DECIDED: a blank picture changes the output by {blank['KL (nats)']:.4f} nats only, so this model "
-            "does not look at its pictures here."
-        )
-    share = scaled["KL (nats)"] / blank["KL (nats)"]
-    word = "HARMLESS" if share < HARMLESS else "WEAKENS" if share < BREAKING else "BREAKS"
-    word = "ALIGNED ALREADY" if 1 / ALIGNED < ratio < ALIGNED else word
-    return start + (
-        f"{word}: setting them to the text norm at inference changes the output by {scaled['KL (nats)']:.3f} nats "
-        f"(median {scaled['KL median']:.3f}), {100 * share:.0f} % of what a blank picture does (median "
-        f"{blank['KL median']:.3f}), and {scaled['answer changes (%)']:.0f} % of the answers."
+    first, blank, scaled = rows[UNTOUCHED], rows[BLANK], rows[TEXT_NORM]
+    share = scaled["KL (nats)"] / blank["KL (nats)"] if blank["KL (nats)"] else math.nan
+    return (
+        f"{model}: visual tokens enter with {first['visual norm'] / first['text norm']:.2f} times the text norm "
+        f"(medians); setting them to it at inference changes the output by {scaled['KL (nats)']:.3f} nats, "
+        f"{100 * share:.0f} % of the {blank['KL (nats)']:.3f} of a blank picture, and "
+        f"{scaled['answer changes (%)']:.0f} % of the answers"
     )

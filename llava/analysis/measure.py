@@ -150,15 +150,11 @@ class Measurement:
 
     Attributes:
         layers: L.
-        sinks: one dict per sink token of a sample, see `_sinks`.
     """
 
     def __init__(self, measured: list[Values], count: int) -> None:
         self.count, self.values = count, joined(measured)
         self.layers = len(self.values["cosine"])
-        fields = [name for name in self.values if name.startswith("sink ")]
-        rows = zip(*(self.values[name].tolist() for name in fields), strict=True)
-        self.sinks = [dict(zip([name.removeprefix("sink ") for name in fields], row, strict=True)) for row in rows]
         self.tokens = cache(self._tokens)
 
     def _tokens(self, groups: tuple[int, ...], part: tuple[bool, ...]) -> np.ndarray:
@@ -193,6 +189,9 @@ def joined(parts: Sequence[Values]) -> Values:
 def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
     """The values of one batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
 
+    Also per token [N] its `group`, `position` (of a visual token, in the picture), `id`, whether it is a `sink`, and
+    `ratio`, the largest of its norms over the median of its kind.
+
     Raises ValueError: no sample of it has visual positions; a value is NaN or infinite.
     """
     if not bool(seen.visual.any()):
@@ -206,28 +205,16 @@ def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
     values = {name: np.stack(layers) for name, layers in values.items()}
     values |= {name: np.stack([step[name] for step in steps]) for name in STEP_METRICS}
     ratios = norm_ratios(values["norm"], groups)
-    found = _sinks(batch, probe, groups, values["norm"], ratios)
     values = {name: layers[:, there] for name, layers in values.items()}
     values[FEATURES], values[PROJECTED] = (
         _array(rows.float().norm(dim=-1)) for rows in (seen.vision_features, seen.projector_output)
     )
     refuse_nonfinite(probe.name, values)
-    return values | {"group": groups[there], "sink": (ratios > SINK_RATIO).any(axis=0)[there]} | found
-
-
-def _sinks(batch: Batch, probe: Probe, groups: np.ndarray, norms: np.ndarray, ratios: np.ndarray) -> Values:
-    """Per sink token of a sample: its place (of a visual token, in the picture), text, states, norm and ratio."""
-    rows = []
-    for sample, position in np.argwhere((ratios > SINK_RATIO).any(axis=0) & (groups != PADDING)):
-        group, at = groups[sample, position], np.flatnonzero(ratios[:, sample, position] > SINK_RATIO)
-        visual = group == VISUAL
-        where = int((groups[sample, :position] == VISUAL).sum()) if visual else position
-        token = "" if visual else probe.token_text(int(batch.input_ids[sample, position]))
-        largest = norms[:, sample, position].max(), ratios[:, sample, position].max()
-        rows.append((int(group), int(where), token, int(at[0]), int(at[-1]), *map(float, largest)))
-    names, kinds = ("group", "position", "token", "first", "last", "norm", "ratio"), "iiUiidd"
-    columns = list(zip(*rows, strict=True)) or [()] * len(names)
-    return {f"sink {name}": np.array(c, dtype=k) for name, c, k in zip(names, columns, kinds, strict=True)}
+    visual = groups == VISUAL
+    places = np.where(visual, visual.cumsum(axis=1) - 1, np.arange(groups.shape[1]))
+    tokens = {"group": groups, "position": places, "id": _array(batch.input_ids), "ratio": ratios.max(axis=0)}
+    values |= {name: of_tokens[there] for name, of_tokens in tokens.items()}
+    return values | {"sink": values["ratio"] > SINK_RATIO}
 
 
 def step_values(before: torch.Tensor, after: torch.Tensor) -> Values:

@@ -1,14 +1,15 @@
-"""Loads what `--model` names as a probe: our checkpoints, and vision-language models of transformers."""
+"""Loads what `--model` names: our checkpoints and vision-language models of transformers as a probe, and encoders."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image
-from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, AutoModel, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from llava.analysis.commands import COMMANDS, OURS, NamedModel
@@ -19,17 +20,23 @@ from llava.analysis.samples import PicturePrompt
 from llava.analysis.seen_area import WHOLE, seen_area
 from llava.asking import Assistant, is_captioner, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.families import FAMILIES, Family, family_of, find_parts, refuse
+from llava.families import FAMILIES, Family, family_of, find_parts, output_rows, refuse
 from llava.mm_utils import process_images, tokenizer_image_token
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
+from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
+from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.commands import DTYPES, add_device_argument
 from llava.utils.pixels import upright
 
 OUR_TYPES = tuple(LLAVA_CLASSES)
+MOONVIT = "moonvit"
+"""Not a tower of this tree: its repository has its code."""
+ENCODERS = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
+"""The model_types of encoders alone; also those with a text encoder beside the tower, such as `clip`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +232,7 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -> Probe:
     auto_class, where = getattr(transformers, family.auto_class), placement(args)
     if family.own_code:
+        requires_trust(named.path, args.trust_remote_code)
         model = load_remote(named.path, auto_class, where["device_map"][""], where["dtype"])
     else:
         model = auto_class.from_pretrained(named.path, trust_remote_code=args.trust_remote_code, **where)
@@ -242,3 +250,45 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -
         tokenizer, prepare = processor.tokenizer, library_inputs(processor, model.device, model.dtype, family)
     text = lambda i: tokenizer.decode([i])  # noqa: E731
     return Probe(named.name, model, parts, prepare, special_ids(tokenizer), text, family.one_by_one)
+
+
+# --- encoders alone ---------------------------------------------------------------------------------------------------
+
+
+def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
+    """A function from samples to an encoder's tokens [N, E] as an LLM would get them (Table 1).
+
+    They are the patches after layer `--vision-layer`; of MoonViT its result.
+
+    Raises ValueError: there is no such encoder, or it has no such layer; its own code may not run.
+    """
+    where = placement(args)
+    device, dtype = where["device_map"][""], where["dtype"]
+    if config_fields(named.path)["model_type"] == MOONVIT:
+        requires_trust(named.path, args.trust_remote_code)
+        model = load_remote(named.path, AutoModel, device, dtype)
+        processor = AutoImageProcessor.from_pretrained(named.path, trust_remote_code=True)
+
+        def encode(inputs: dict) -> torch.Tensor:
+            pixels, grids = (inputs[name].to(model.device) for name in ("pixel_values", "image_grid_hws"))
+            return output_rows(model(pixels.to(model.dtype), grids))
+    else:
+        fields = SimpleNamespace(mm_vision_tower=named.path, mm_vision_select_layer=args.vision_layer)
+        try:
+            with torch.device("meta"):
+                tower = build_vision_tower(fields)
+            tower.load_pretrained(named.path, dtype)
+        except ValueError as error:
+            words = str(error).replace("--mm_vision_select_layer", "--vision-layer")
+            raise ValueError(words.replace("--vision_tower", "--model")) from error
+        tower.to(device).eval()
+        processor = load_image_processor(named.path, tower)
+
+        def encode(inputs: dict) -> torch.Tensor:
+            return tower(inputs["pixel_values"].to(tower.device, tower.dtype)).flatten(0, 1)
+
+    @torch.no_grad()
+    def tokens(samples: Sequence[PicturePrompt]) -> torch.Tensor:
+        return encode(processor(images=[sample.image for sample in samples], return_tensors="pt"))
+
+    return tokens

@@ -7,7 +7,6 @@ has gets a row, such as those of HunYuan-VL, Ernie 4.5 VL, Gemma 3n and Granite-
 import argparse
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.weights import WeightFiles
 from llava.families import PROJECTOR_NAMES
-from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.progress import progress
 
 PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             "none of the given models has a norm in its projector; if it has another name, give it by --norm-name"
         )
-    write_result(args, rows + list(PAPER_ROWS), {"without norm": without})
+    write_result(args, rows + list(PAPER_ROWS))
     titles = {"gain L2": {"title": "gain, L2 norm"}, "gain mean |.|": {"title": "gain, mean of |g|"}}
     draw_rows(args, rows, "step", titles | {"bias mean |.|": {"title": "bias, mean of |b|"}})
 
@@ -79,11 +77,11 @@ def table_rows(model: NamedModel, folder: str, norm_name: str | None = None) -> 
     for prefix in prefixes:
         gain = files.read(f"{prefix}.weight").double()
         bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
-        width = len(gain) if len(gain) > 1 else projector_width(files)
+        width = len(gain) if len(gain) > 1 else config.get("hidden_size")  # of an arm with one gain
         row = {"model": f"{model.name}, {prefix}" if len(prefixes) > 1 else model.name, "step": step_of(folder)}
         row |= {"D": width, "init": str(config.get("mm_projector_norm_init", ""))}
         row |= {"target norm": config.get("mm_projector_norm_target"), "gains": len(gain)}
-        row |= {"initial gain": initial_gain(config, width), "gain L2": gain.norm().item()}
+        row |= {"initial gain": config.get("mm_projector_norm_init_gain"), "gain L2": gain.norm().item()}
         for kind, weight in (("gain", gain), ("bias", bias)):
             row[f"{kind} mean |.|"] = None if weight is None else weight.abs().mean().item()
             row[f"{kind} std |.|"] = None if weight is None else weight.abs().std(correction=0).item()
@@ -93,31 +91,11 @@ def table_rows(model: NamedModel, folder: str, norm_name: str | None = None) -> 
 
 def find_norms(files: WeightFiles) -> list[str]:
     """The prefix of the norm that ends `mm_projector`; without an `mm_projector`, of every gain in the projector."""
-    if elements := _elements(files):
-        return elements[-1:] if len(files.shape(f"{elements[-1]}.weight")) == 1 else []
+    elements = filter(None, (re.fullmatch(r"(.*mm_projector\.(\d+))\.weight", name) for name in files.names))
+    if names := [match[1] for match in sorted(elements, key=lambda match: int(match[2]))]:
+        return names[-1:] if len(files.shape(f"{names[-1]}.weight")) == 1 else []
     inside = [name for name in files.names if name.endswith(".weight") and PROJECTORS & set(name.split("."))]
     return [name.removesuffix(".weight") for name in inside if len(files.shape(name)) == 1]
-
-
-def projector_width(files: WeightFiles) -> int | None:
-    """D by the rows of the projector's last matrix, since an arm of one gain does not tell it; None without one."""
-    shapes = (files.shape(f"{element}.weight") for element in reversed(_elements(files)))
-    return next((shape[0] for shape in shapes if len(shape) == 2), None)
-
-
-def initial_gain(config: Mapping[str, Any], width: int | None) -> float | None:
-    """The gain's elements before training: as recorded, else what the arm makes of the target; None if unknown."""
-    recorded, target = config.get("mm_projector_norm_init_gain"), config.get("mm_projector_norm_target")
-    norm_type = NORM_TYPES.get(config.get("mm_projector_norm", "layernorm"))
-    if recorded is not None or not (target and width and norm_type):
-        return recorded
-    return norm_type.gain_for(target, width)
-
-
-def _elements(files: WeightFiles) -> list[str]:
-    """The prefixes of the projector's elements that have weights, in order."""
-    matches = (re.fullmatch(r"(.*mm_projector\.(\d+))\.weight", name) for name in files.names)
-    return [match[1] for match in sorted(filter(None, matches), key=lambda match: int(match[2]))]
 
 
 def step_of(folder: str) -> int | None:

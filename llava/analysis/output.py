@@ -33,22 +33,19 @@ def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
     return result
 
 
-def write_result(
-    args: argparse.Namespace, rows: Sequence[Row], details: object = None, name: str | None = None, show: bool = True
-) -> None:
+def write_result(args: argparse.Namespace, rows: Sequence[Row], name: str | None = None, show: bool = True) -> None:
     """Prints `rows` (if `show`) and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
 
     NaN and infinity, which JSON cannot hold and a CSV reader misreads, are written as nothing.
 
     Args:
         rows: the table; a column that only some rows have stays empty in the others. Values are numbers, text or None.
-        details: what is too long for the table (curves, settings); goes to the JSON only.
         name: of the files; the command's where None.
     """
     name = name or args.command
     if show:
         print(format_table(rows))
-    document = {"command": name, "provenance": provenance(args), "rows": list(rows), "details": details}
+    document = {"command": name, "provenance": provenance(args), "rows": list(rows)}
     document = json.loads(json.dumps(document), parse_constant=lambda constant: None)
     json_file, csv_file = args.output_dir / f"{name}.json", args.output_dir / f"{name}.csv"
     args.output_dir.mkdir(parents=True, exist_ok=True)

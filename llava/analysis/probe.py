@@ -7,7 +7,7 @@ vocabulary, N tokens of all samples.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ class Observation:
         projector_output: [N, D], before a model leaves out or adds tokens (LLaVA-NeXT's line ends).
         logits: [B, S, C].
         outputs: everything that the model returned.
-        left: what leaves a layer [B, S, D], by its index, where the model adds something before the next one enters
-            (DeepStack's visual features); elsewhere the next state is what leaves.
+        left: L tensors [B, S, D]: what leaves each layer, before the model adds something to what enters the next one
+            (DeepStack's visual features).
     """
 
     groups: torch.Tensor
@@ -70,13 +70,12 @@ class Observation:
     vision_features: torch.Tensor | None
     projector_output: torch.Tensor | None
     logits: torch.Tensor
-    outputs: ModelOutput = field(repr=False)
-    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: ModelOutput
+    left: list[torch.Tensor]
 
     def steps(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What enters and what leaves each layer, L pairs of [B, S, D]."""
-        after = [self.left.get(index, state) for index, state in enumerate(self.hidden_states[1:])]
-        return list(zip(self.hidden_states[:-1], after, strict=True))
+        return list(zip(self.hidden_states[:-1], self.left, strict=True))
 
     @property
     def mask(self) -> torch.Tensor:
@@ -114,7 +113,6 @@ class Probe:
         self.name, self.model, self.parts, self.one_by_one = name, model, parts, one_by_one
         self._prepare, self.token_text = prepare, token_text
         self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
-        self._pictures_enter = False  # whether a run has shown that visual positions hold what the projector gave
 
     @property
     def embedding_weight(self) -> torch.Tensor:
@@ -156,9 +154,8 @@ class Probe:
             outputs = self.model(**({"use_cache": False} | batch.inputs | options))
         states = seen["states"] = [*seen["entered"], *seen["left"][-1:]]
         self._check(seen, groups)
-        if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
+        if edit is None and bool((groups == VISUAL).any()):
             self._check_visual_positions(states[0].float(), _rows(seen["projector_output"]), groups, batch.input_ids)
-            self._pictures_enter = True
         features, wide = self.parts.features, seen["features"][0] if seen["features"] else None
         if wide is not None and features.may_join_patches(wide):
             raise ValueError(
@@ -166,10 +163,8 @@ class Probe:
                 f"the vision encoder have {features.width}; name the module whose output is the encoder's tokens by "
                 "--vision-path"
             )
-        pairs = enumerate(zip(seen["left"], states[1:], strict=True))
-        left = {index: out for index, (out, state) in pairs if out is not state and not torch.equal(out, state)}
         tokens = (_rows(seen["features"]), _rows(seen["projector_output"]))
-        return Observation(groups, states, *tokens, outputs.logits, outputs, left)
+        return Observation(groups, states, *tokens, outputs.logits, outputs, seen["left"])
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:

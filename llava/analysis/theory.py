@@ -31,7 +31,7 @@ add_arguments = measure.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes each assumption's measure per model, every layer's numbers (in the JSON) and the figure."""
+    """Writes each assumption's measure per model, every layer's numbers (`-layers`) and the figure."""
     models, drawn = measure.begin(args)
     summaries, rows = [], []
     for model in models:
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
         layers = range(len(parts[0]["pairs"]))
         own = [{"model": model.name, "layer": layer} | layer_row(parts, layer) for layer in layers]
         summaries, rows = summaries + summary(own), rows + own
-    write_result(args, summaries, rows, name=RESULT)
+    write_result(args, summaries, name=RESULT)
+    write_result(args, rows, name=f"{RESULT}-layers", show=False)
     draw(args, rows)
 
 

@@ -464,25 +464,6 @@ def test_an_outcome_equals_its_definition():
     assert row["cos of keys"] is None and row["visual attention"] == 0
 
 
-def rows_of(blank: float, scaled: float) -> dict:
-    """Rows of the blank picture and of the text norm with these divergences."""
-    columns = {"answer changes (%)": 0.0, "cos of keys": 0.9, "cos of values": 0.5}
-    kls = {interventions.BLANK: blank, interventions.TEXT_NORM: scaled}
-    return {name: {"KL (nats)": kl, "KL median": kl} | columns for name, kl in kls.items()}
-
-
-@pytest.mark.parametrize(
-    "blank, scaled, word",
-    [(1.0, 0.01, "HARMLESS"), (1.0, 0.3, "WEAKENS"), (1.0, 0.9, "BREAKS"), (0.001, 5.0, "NOT DECIDED")],
-)
-def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
-    rows = rows_of(blank, scaled)
-    text = interventions.verdict("m", {"visual norm": 6.0, "text norm": 3.0}, rows)
-    assert word in text and "2.00 times the text norm" in text
-    aligned = interventions.verdict("m", {"visual norm": 3.1, "text norm": 3.0}, rows)
-    assert ("ALIGNED ALREADY" in aligned) == (word != "NOT DECIDED")
-
-
 def layer_row(states, after, groups, sinks) -> dict[str, float]:
     """The row of one layer and one sample."""
     members = {name: torch.isin(groups, torch.tensor(ids)) & ~sinks for name, ids in theory.MODALITIES.items()}
@@ -607,7 +588,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
             before = json.loads((tmp_path / f"{result}.json").read_text())
             assert main([command, *shared, *flags]) == 0
             after = json.loads((tmp_path / f"{result}.json").read_text())
-            assert (after["rows"], after["details"]) == (before["rows"], before["details"])
+            assert after["rows"] == before["rows"]
         with pytest.raises(pytest.fail.Exception):
             main(["interventions", *shared, "--alphas", "3"])
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2

@@ -50,10 +50,10 @@ def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path
         {"model": "other", "mean": float("nan"), "n": 1},
     ]
     args = arguments(tmp_path / "out", models=[NamedModel("ours", str(model))])
-    output.write_result(args, rows, {"curve": [1.0, float("inf")]})
+    output.write_result(args, rows)
     document = json.loads((tmp_path / "out/demo.json").read_text())
     assert document["rows"][0] == {"model": "ours", "mean": 3.2, "mean (paper)": 1.5, "n": 7}
-    assert document["rows"][1]["mean"] is None and document["details"] == {"curve": [1.0, None]}
+    assert document["rows"][1]["mean"] is None
     origin = document["provenance"]
     assert origin["command"] == "python -m llava.analysis demo --seed 3" and origin["seed"] == 3
     assert origin["models"] == [{"name": "ours", "path": str(model), "revision": fingerprint(model)}]
