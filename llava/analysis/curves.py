@@ -115,7 +115,7 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
             every, without = (int(measurement.tokens((group,), part).sum()) for part in (WITH_SINKS, WITHOUT_SINKS))
             middle = {key: medians(measurement, key[0], group, key[1]) for key in itertools.product(names, SUFFIX)}
             for layer in range(max(map(len, middle.values())) if every else 0):
-                row = {"model": model, "tokens": label, "layer": layer, "count": every, "sinks": every - without}
+                row = {"model": model, "tokens": label, "layer": layer, "count": without, "sinks": every - without}
                 for (name, part), values in middle.items():
                     if layer < len(values):
                         mean = measure.mean(measurement.of(name, group, layer, part))
