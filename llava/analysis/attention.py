@@ -25,7 +25,7 @@ from torch import nn
 from llava.analysis import measure, samples
 from llava.analysis.measure import Values
 from llava.analysis.output import TableRow, draw_rows, figure, write_result
-from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
+from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Probe
 from llava.analysis.seen_area import WHOLE, Area
 from llava.utils.presentation import import_pyplot
 
@@ -90,7 +90,7 @@ def look_of(probe: Probe, part: Sequence[samples.PicturePrompt], query: str) -> 
     (sample,), batch = part, probe.prepare(part)
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
     asking = query_positions(probe.groups(batch)[0].cpu(), texts, query, sample.name)
-    return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")[0]
+    return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")
 
 
 # --- one picture ------------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor], None
             config._attn_implementation = implementation
 
 
-def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) -> tuple[Values, Observation]:
-    """What the attention in a batch of one sample says, and what else passed through the model.
+def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) -> Values:
+    """What the attention in a batch of one sample says.
 
     A token that a mask hides has a weight of exactly 0.
 
@@ -163,7 +163,7 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
         values["share"][index], values["entropy"][index], values["top"][index] = shares(looked[:, visible])
 
     with watched(probe.parts.layers, see):
-        seen = probe.run(batch)
+        probe.run(batch)
     if not layers:
         raise ValueError(f"{probe.name}: no decoder layer gives its attention weights, so none can be measured")
     if not total.any():
@@ -174,7 +174,7 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
     except NoMap as error:
         heat, no_map = np.empty((0, 0)), str(error)
     area = np.array(batch.areas[0] if batch.areas else WHOLE)
-    return values | {"map": heat, "no map": np.array(no_map), "area": area}, seen
+    return values | {"map": heat, "no map": np.array(no_map), "area": area}
 
 
 def shares(looks: torch.Tensor) -> tuple[float, float, float]:

@@ -30,7 +30,7 @@ def look_of(assistant: Assistant, turns: list[dict[str, str]], picture: Image.Im
     asking = torch.zeros(batch.input_ids.shape[1], dtype=torch.bool)
     start = assistant.prompt_length(turns, [picture.size]) - 1  # what a token looks at decides the next one
     asking[start : max(start + 1, len(asking) - 1)] = True
-    return attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")[0]
+    return attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
 
 
 def heat_map(picture: Image.Image, attention: Values) -> Image.Image | None:

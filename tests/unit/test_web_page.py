@@ -218,9 +218,9 @@ def test_the_same_attention_runs_after_a_look_as_before(pair):
 def test_a_look_agrees_with_the_attention_command(pair):
     assistant, sample = pair[1], PicturePrompt("red", RED, ASK)
     probe = probe_of(assistant)
-    prompt = our_prompt(sample, assistant.tokenizer, assistant.template, assistant.model.config)
+    prompt = our_prompt(sample, assistant)
     probe._prepare = lambda samples: our_batch(assistant.model, [prompt], [RED], assistant.image_processor)
-    expected = attention.look(probe, sample, "last")["map"]
+    expected = attention.look_of(probe, [sample], "last")["map"]
     assert np.allclose(look.look_of(assistant, asked(), RED, "")["map"], expected, rtol=1e-6)
 
 
