@@ -20,20 +20,14 @@ if TYPE_CHECKING:
 MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
 VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
 DRAWN = {
-    "interface-norms": (
-        "A panel for each model shows how the norms of visual tokens, text tokens and text embeddings are distributed."
-    ),
+    "interface-norms": "A panel for each model shows the norms of visual tokens, text tokens and text embeddings.",
     "layer-norms": "A panel for each model shows the norms of visual and text tokens over the layers.",
-    "update-rates": (
-        "A column for each model shows how much its layers change visual and text tokens: cosine, update and angle."
-    ),
+    "update-rates": "A column for each model shows how much its layers change and turn visual and text tokens.",
     "update-rates-gap": "A line for each model gives the angle by which a layer turns text over that of visual tokens.",
     "norm-params": "Three panels follow the norm layer's gain and bias over the optimizer steps.",
-    "attention-heatmaps": "A row of pictures for each model shows where its attention lies.",
+    "attention-heatmaps": "A row of pictures for each model shows where its attention is.",
     "attention-profiles": "Panels show each model's attention to visual tokens and its entropy over the layers.",
-    "gradients": (
-        "A panel for each model follows the gradient's norm from the LLM's input to the tower, a line for each norm."
-    ),
+    "gradients": "A panel for each model follows the gradient's norm from the LLM's input to the tower.",
     "interventions": "Three panels show how outputs, keys and values change when visual tokens are rescaled.",
 }
 """Figures of `scripts/analyze.sh`, each with what is seen on it."""
@@ -54,15 +48,11 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64," + base64.b64encode(content).decode()
 
 
-def differences_figure(stats: Statistics) -> bytes:
-    """Each arm's difference from the baseline with its interval and its seeds, as SVG.
+def differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
+    """Each arm's difference from the baseline with its interval and its seeds.
 
     Of a plan the overall result alone, its primary arms above a line, and its margin as a band.
     """
-    return svg(_differences, stats)
-
-
-def _differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
     names = [stats.overall] if stats.plan else list(next(iter(stats.results.values())))
     rows = [(name, arm, by_task[name]) for name in names for arm, by_task in stats.results.items()]
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(rows)), layout="constrained")

@@ -89,7 +89,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
     }
     if stats and stats.results:
         written.append(folder / f"{Path(page).stem}-differences.svg")
-        written[-1].write_bytes(picture := figures.differences_figure(stats))
+        written[-1].write_bytes(picture := figures.svg(figures.differences, stats))
         drawn["differences"] = figures.data_uri(picture, "svg+xml")
     written[0].write_text(render("page.html.jinja", **context, **drawn), encoding="utf-8")
     written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")

@@ -18,8 +18,8 @@ from paths import ROOT
 from run_inputs import inputs_in
 from shell import kill, new_lines, only
 
+from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
-from llava.compare.commands import main
 from llava.compare.engine import DEMO
 from llava.compare.plan import read_plan
 from llava.compare.quickstart import Quickstart

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from llava import asking
-from llava.compare.commands import main
+from llava.compare.__main__ import main
 from llava.eval.results import CONTROLS, read_results
 
 

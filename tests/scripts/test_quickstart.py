@@ -301,7 +301,7 @@ def test_deepspeed_and_tensorboard_are_installed_on_request(tmp_path, variables,
 
 
 def test_the_command_line_starts_without_loading_models_or_figures():
-    code = "import sys; from llava.compare import commands, answers, quickstart, report, run\n"
+    code = "import sys; from llava.compare import __main__, answers, quickstart, report, run\n"
     code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

@@ -12,7 +12,7 @@ from PIL import Image
 
 from llava import asking
 from llava.compare import answers
-from llava.compare.commands import main
+from llava.compare.__main__ import main
 from llava.compare.quickstart import Quickstart
 from llava.compare.record import read_record
 from llava.compare.tables import Statistics

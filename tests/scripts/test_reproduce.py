@@ -17,7 +17,7 @@ from PIL import Image
 from shell import only
 
 from llava.analysis.commands import COMMANDS
-from llava.compare.commands import main
+from llava.compare.__main__ import main
 from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS
 from llava.compare.reproduce_page import init_rows, number, page_of, paper_rows, samples_note, score_rows
 from llava.compare.tables import Statistics

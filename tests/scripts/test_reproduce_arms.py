@@ -19,7 +19,7 @@ from shell import new_lines, only
 from warm_python import warm_python
 
 from llava.compare import reproduce as reproduce_module
-from llava.compare.commands import PACKAGE, SUMMARIES, main
+from llava.compare.__main__ import PACKAGE, SUMMARIES, main
 from llava.compare.published import missing_data
 from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, OWN_CODE, Reproduction
 from llava.data.prepare import SOURCES

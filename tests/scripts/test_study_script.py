@@ -15,7 +15,7 @@ from paths import ROOT
 from run_inputs import inputs_in
 from shell import kill, new_lines, only
 
-from llava.compare.commands import main
+from llava.compare.__main__ import main
 from llava.launch.recipe import STAGES
 
 ARMS, SEEDS = ["none", "layernorm"], [101, 102, 103]

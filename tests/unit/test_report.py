@@ -12,7 +12,7 @@ import pytest
 from comparison_runs import write_run
 
 from llava.compare import paper
-from llava.compare.commands import main
+from llava.compare.__main__ import main
 from llava.compare.record import FILE
 from llava.compare.report import markdown_text
 from llava.compare.run import Comparison
