@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-from torch import nn, optim
+from torch import nn
 
 from llava.model.language_model import families
 from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, ProjectorType
 from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNorm
-from llava.train.arguments import OPTIMIZERS, TrainingArguments
 from llava.utils.plugins import load, registered  # noqa: F401 (for users)
 
 
@@ -48,8 +47,3 @@ def register_family(family: families.Decoder) -> None:
     vars(families).update({cls.__name__: cls for cls in classes})  # pickle finds classes by name
     families.MODEL_CLASSES.update(dict.fromkeys((family.model_type, family.config.model_type), classes.causal_lm))
     families.DECODERS.append(family)
-
-
-def register_optimizer(name: str, build: Callable[[list[dict], TrainingArguments], optim.Optimizer]) -> None:
-    """Adds a value of `--optim`; `build` gets the groups, with `params`, `lr`, `weight_decay` and `name`."""
-    _add("optimizer", OPTIMIZERS, name, build)

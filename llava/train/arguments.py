@@ -7,8 +7,7 @@ is continued.
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +26,8 @@ from llava.utils.paths import shipped
 WITHOUT_EFFECT = (
     # This tree's; of the data the records' digest decides, not their path.
     "plugin data_path image_folder eval_data_path eval_image_folder on_bad_record data_cache_dir "
-    "lazy_preprocess is_multimodal max_nonfinite_steps activation_checkpointing "
-    "gradient_checkpointing hang_timeout cache_dir telemetry_steps peak_tflops profile_steps "
+    "lazy_preprocess is_multimodal activation_checkpointing "
+    "gradient_checkpointing hang_timeout cache_dir telemetry_steps profile_steps "
     "evaluation_strategy "
     # The library's.
     "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
@@ -62,9 +61,6 @@ REFUSED = (
 )
 """The library's flags that this trainer does not take."""
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], "TrainingArguments"], torch.optim.Optimizer]] = {}
-"""Optimizers besides the library's, by `--optim`: plug-ins add them."""
-
 
 def decides_numbers(name: str) -> bool:
     """Whether a flag of the trainer, this tree's or the library's, can change the numbers of a run."""
@@ -73,25 +69,21 @@ def decides_numbers(name: str) -> bool:
 
 def flag(default: Any, help: str = "", **parsing: Any) -> Any:
     """The field of a flag; `parsing` are further arguments of `ArgumentParser.add_argument`."""
-    return dataclasses.field(default=default, metadata={"help": help} | parsing)
+    return dataclasses.field(default=default, kw_only=default is MISSING, metadata={"help": help} | parsing)
 
 
 @dataclass
 class ModelArguments(ProjectorNormArguments):
     """What is trained: language model, vision tower, projector, norm."""
 
-    model_name_or_path: str = dataclasses.field(
-        kw_only=True,
-        metadata={
-            "help": "Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id."
-        },
+    model_name_or_path: str = flag(
+        MISSING, "Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id."
     )
     plugin: list[str] = dataclasses.field(
         default_factory=list,
         metadata={
-            "help": "Python files that register your own norm, projector, tower, decoder or optimizer "
-            "(docs/models.md), joined by commas; they are executed before the other flags are parsed. May be "
-            "given several times.",
+            "help": "Python files that register your own norm, projector, tower or decoder (docs/models.md), joined by "
+            "commas; they are executed before the other flags are parsed. May be given several times.",
             "action": "extend",
         },
     )
@@ -107,8 +99,8 @@ class ModelArguments(ProjectorNormArguments):
     unfreeze_mm_vision_tower: bool = flag(False, "Train the vision tower too.")
     mm_tunable_parts: str | None = flag(
         None,
-        "Exactly what is trained, comma-separated: mm_vision_tower, mm_mlp_adapter, mm_language_model. Replaces the "
-        "four flags above.",
+        "Exactly what is trained, in place of the four flags above: mm_vision_tower, mm_mlp_adapter and "
+        "mm_language_model, joined by commas.",
     )
     vision_tower: str | None = flag(None, "Vision encoder (kinds: docs/models.md): local folder or hub id.")
     mm_vision_select_layer: int = flag(
@@ -122,13 +114,13 @@ class ModelArguments(ProjectorNormArguments):
     )
     mm_projector_type: str = flag(
         "mlp2x_gelu",
-        "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity; pixel_shuffle_2x_mlp2x_gelu joins the channels of "
-        "2 x 2 patches to one token; pre_layernorm_mlp2x_gelu normalizes the tower's output first.",
+        "Projector: linear, identity, mlp<N>x_gelu, pixel_shuffle_2x_mlp2x_gelu (2 x 2 patches to a token), or "
+        "pre_layernorm_mlp2x_gelu (normalizes the tower's output first).",
     )
     mm_patch_merge_type: str = flag(
         "flat",
-        "Layout of the visual tokens of an image's crops: flat (one crop after another) or spatial_unpad (the whole "
-        "image, then the rows of the grid without padding, with a learned image_newline at each row's end).",
+        "Layout of an image's crops: flat (one after another) or spatial_unpad (the whole image, then the rows of the "
+        "grid without padding, with a learned image_newline at each row's end).",
     )
     mm_use_im_start_end: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
     mm_use_im_patch_token: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
@@ -144,13 +136,13 @@ class DataArguments:
 
     data_path: str | None = flag(
         None,
-        "Records in LLaVA's form or chat messages: a .json, .jsonl or .parquet file, several separated by commas, a "
-        "pattern, or a folder of either kind; or a .yaml that mixes such data sets (docs/data.md).",
+        "Records in LLaVA's form or chat messages: .json, .jsonl or .parquet files, joined by commas, a pattern or a "
+        "folder, or a .yaml that mixes such data sets (docs/data.md).",
     )
     image_folder: str | None = flag(
         None,
-        "Folder or zip file that the records' image paths start from; not needed for Parquet rows that hold their "
-        "images. In a mixture it applies to data sets that name no folder.",
+        "Folder or zip file that the records' image paths start from, except those of Parquet rows that hold their "
+        "images and of a mixture's data sets that name their own.",
     )
     eval_data_path: str | None = flag(
         None,
@@ -162,8 +154,8 @@ class DataArguments:
     )
     on_bad_record: Literal["error", "skip"] = flag(
         "error",
-        "What to do with unusable records, which are detected before the first step: error refuses to train; skip "
-        "leaves them out and writes them to quarantine.jsonl in --output_dir. Nothing replaces them.",
+        "Unusable records, which are detected before the first step: error refuses to train; skip leaves them out, "
+        "without replacement, and writes them to quarantine.jsonl in --output_dir.",
     )
     data_cache_dir: str | None = flag(
         None,
@@ -173,21 +165,16 @@ class DataArguments:
     image_aspect_ratio: str = flag(
         "square",
         "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first; anyres: the "
-        "whole image and the crops of a grid that fits it; anyres_max_N: the same, with the grid shrunk to about N "
-        "crops' tokens (with spatial_unpad).",
+        "whole image and the crops of a grid that fits it; anyres_max_N: with at most about N crops' tokens.",
     )
     image_orientation: Literal["stored", "exif"] = flag(
-        "stored",
-        "stored: images as their files store them, as LLaVA reads them; exif: rotated upright by their EXIF "
-        "orientation. Written to the checkpoint, so that inference does the same.",
+        "stored", "Images as their files store them (as in LLaVA), or upright by EXIF; inference does the same."
     )
     image_grid_pinpoints: str | None = flag(
         None, "With anyres: the grids to choose from, in pixels, [[336,672],[672,336]], or in crops, (1x1),...,(6x6)."
     )
     label_masking: Literal["assistant", "upstream"] = flag(
-        "assistant",
-        "Targets: assistant, what the assistant says with its end token; or upstream, exactly the labels of LLaVA and "
-        "LLaVA-NeXT (for comparisons).",
+        "assistant", "Targets: what the assistant says with its end token, or exactly those of LLaVA and LLaVA-NeXT."
     )
     lazy_preprocess: bool = flag(True, "Accepted for LLaVA's scripts; samples are always prepared when needed.")
     is_multimodal: bool = flag(True, "Accepted for LLaVA's scripts; records with and without images always mix.")
@@ -208,8 +195,7 @@ class TrainingArguments(transformers.TrainingArguments):
     # --- steps, rates, order of the samples, loss ---
     optim: str = flag(
         "adamw_torch_fused",
-        "Optimizer, as the Hugging Face Trainer names it. If DeepSpeed keeps the states in CPU memory, it uses its "
-        "own CPU Adam instead.",
+        "Optimizer, as the Hugging Face Trainer names it; DeepSpeed's CPU Adam where the states are in CPU memory.",
     )
     lr_scheduler_type: str = flag("cosine", "Learning-rate schedule.")
     warmup_ratio: float = flag(0.0, "Fraction of all steps over which the learning rate rises; needs --warmup_steps 0.")
@@ -222,18 +208,12 @@ class TrainingArguments(transformers.TrainingArguments):
     length_group_window: int = flag(
         1,
         "With --group_by_modality_length: pair the samples of this many global batches, the longest with the shortest, "
-        "and put pairs of similar length in one batch. 1 (LLaVA) keeps every global batch a random sample of its "
-        "modality; larger values keep ranks with few samples equally busy.",
+        "and batch pairs of similar length, which keeps ranks equally busy. 1, as in LLaVA: random samples.",
     )
     loss_reduction: Literal["token_mean", "micro_batch_mean"] = flag(
         "token_mean",
-        "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' means, as "
-        "upstream with gradient accumulation, over upstream's micro-batches. Not with --max_tokens_per_micro_batch.",
-    )
-    max_nonfinite_steps: int = flag(
-        10,
-        "Stop after this many consecutive steps whose loss or gradient is infinite or not a number. Such steps are "
-        "skipped.",
+        "Mean over the targets of the whole step, or of the means of LLaVA's micro-batches, as upstream with gradient "
+        "accumulation. The latter not with --max_tokens_per_micro_batch.",
     )
 
     # --- LoRA ---
@@ -252,8 +232,7 @@ class TrainingArguments(transformers.TrainingArguments):
     activation_checkpointing: str | None = flag(
         None,
         "Recompute activations instead of keeping them: auto (default; as few decoder layers as the memory estimate "
-        "needs, none if everything fits), True (every layer), False, or a number (that many decoder layers, from the "
-        "first). --gradient_checkpointing True or False, as LLaVA's scripts pass it, means the same.",
+        "needs), True (every layer), False, or a number of decoder layers.",
         nargs="?",
         const="True",
     )
@@ -271,24 +250,21 @@ class TrainingArguments(transformers.TrainingArguments):
     padding_free: bool = flag(
         True,
         "Run a micro-batch as one row without padding, with micro-batches of even length; False pads them and assigns "
-        "samples to ranks as LLaVA does (--loss_reduction micro_batch_mean always does). Loss and gradients are the "
-        "same.",
+        "samples to ranks as LLaVA does. Loss and gradients are the same.",
     )
     max_tokens_per_micro_batch: str | None = flag(
         None,
-        "With --padding_free: maximum tokens per micro-batch. A step then takes as few micro-batches as possible, the "
-        "same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the same. auto, with "
-        "--deepspeed auto: as many as the memory estimate allows. Without the flag a CPU splits micro-batches of more "
-        "than 2048 tokens, which is faster there.",
+        "With --padding_free: a step takes as few micro-batches of at most so many tokens as possible, the same number "
+        "on all ranks, in place of --gradient_accumulation_steps; its samples stay the same. auto, with --deepspeed "
+        "auto: by the memory estimate. A CPU takes 2048, which is faster there.",
     )
     hang_timeout: float = flag(
         1800.0, "Seconds without progress after which a rank reports where it hangs and ends the run; 0: never."
     )
     compile_layers: str = flag(
         "auto",
-        "Compile layers with torch.compile, once for all lengths: True (language model and tower), tower (the tower's "
-        "alone, beside Liger's kernels in the language model), False, or auto (tower on a GPU, where it can be "
-        "compiled). Not with ZeRO-3.",
+        "Compile layers with torch.compile, once for all lengths: True (language model and tower), tower (it alone, "
+        "beside Liger's kernels), False, or auto (tower on a GPU, where it can be compiled). Not with ZeRO-3.",
         nargs="?",
         const="True",
     )
@@ -301,17 +277,11 @@ class TrainingArguments(transformers.TrainingArguments):
 
     # --- held-out data and what is logged ---
     eval_generate: int = flag(
-        0,
-        "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy.",
+        0, "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy."
     )
     evaluation_strategy: Literal["no"] = flag("no", "Accepted for LLaVA's scripts, which pass no.")
     telemetry_steps: int | None = flag(
         None, "Steps between measurements of gradient norms and token norms; default --logging_steps, 0: never."
-    )
-    peak_tflops: float | None = flag(
-        None,
-        "Peak TFLOP/s of a device, of which the logged mfu is a fraction; default: the datasheet's dense bf16 figure, "
-        "for known NVIDIA GPUs.",
     )
     profile_steps: str | None = flag(
         None,
@@ -334,73 +304,46 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
+        older, newer = self.gradient_checkpointing, self.activation_checkpointing
+        if None not in (older, newer) and str(older) != str(newer):
+            raise ValueError(
+                f"--activation_checkpointing {newer} contradicts --gradient_checkpointing {older}; pass one"
+            )
+        newer = "auto" if older is newer is None else older if newer is None else newer
         # From here on these hold a choice; as fields they hold the text from which the parser makes flags.
         # pyrefly: ignore[bad-assignment]
-        self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
+        self.activation_checkpointing = choice("activation_checkpointing", newer, "auto", counts=True)
         # pyrefly: ignore[bad-assignment]
         self.use_liger_kernel = choice("use_liger_kernel", self.use_liger_kernel, "auto")
         # pyrefly: ignore[bad-assignment]
         self.compile_layers = choice("compile_layers", self.compile_layers, "auto", "tower")
-        # pyrefly: ignore[bad-assignment]
-        self.max_tokens_per_micro_batch = token_cap(self.max_tokens_per_micro_batch)
+        if (cap := self.max_tokens_per_micro_batch) not in (None, "auto"):
+            # pyrefly: ignore[bad-assignment]
+            self.max_tokens_per_micro_batch = int(cap)
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
-        if self.metric_for_best_model and self.greater_is_better is None:  # the library only knows names ending in loss
-            self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
-        if self.metric_for_best_model:
-            self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval/")
-        optim = self.optim
-        if optim in OPTIMIZERS:  # the library takes its own names alone
-            self.optim = "adamw_torch"
+        if metric := self.metric_for_best_model:
+            self.metric_for_best_model = metric = metric.removeprefix("eval/").removeprefix("eval_")
+            if self.greater_is_better is None:  # the library only knows names ending in loss
+                self.greater_is_better = not metric.startswith("loss")
         super().__post_init__()
-        self.optim = optim if optim in OPTIMIZERS else self.optim
 
 
-def checkpointing_choice(value: bool | int | str | None, older: bool | int | str | None) -> bool | int | str:
-    """`--activation_checkpointing`, or else its older name, as True, False, a number of layers, or `auto`.
-
-    Raises:
-        ValueError: the value is none of these, or the two contradict each other.
-    """
-    if value is None or older is None:
-        value = older if value is None else value
-    elif str(value) != str(older):
-        raise ValueError(f"--activation_checkpointing {value} contradicts --gradient_checkpointing {older}; pass one")
-    text = "auto" if value is None else str(value).lower()
-    if text in ("auto", "true", "false"):
-        return {"auto": "auto", "true": True, "false": False}[text]
-    if not text.isdecimal():
-        raise ValueError(
-            f"--activation_checkpointing: expected auto, True, False or a number of decoder layers; found {value!r}"
-        )
-    return int(text) or False
-
-
-def choice(flag: str, value: bool | str, *names: str) -> bool | str:
-    """The value of `--<flag>` as True, False or one of `names`.
+def choice(flag: str, value: Any, *names: str, counts: bool = False) -> bool | int | str:
+    """The value of `--<flag>` as True, False, one of `names` or, with `counts`, a number of layers.
 
     Raises:
         ValueError: the value is none of these.
     """
+    text = str(value).lower()
+    if counts and text.isdecimal():
+        return int(text) or False
     choices = {name: name for name in names} | {"true": True, "1": True, "false": False, "0": False}
-    if (text := str(value).lower()) not in choices:
-        raise ValueError(f"--{flag}: expected {', '.join(names)}, True or False; found {value!r}")
+    if text not in choices:
+        expected = ", ".join([*names, *["a number of decoder layers"] * counts])
+        raise ValueError(f"--{flag}: expected {expected}, True or False; found {value!r}")
     return choices[text]
-
-
-def token_cap(value: int | str | None) -> int | str | None:
-    """`--max_tokens_per_micro_batch` as a number, `auto`, or None.
-
-    Raises:
-        ValueError: the value is none of these.
-    """
-    if value is None or str(value).lower() == "auto":
-        return value and "auto"
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"--max_tokens_per_micro_batch: expected a number or auto, found {value!r}") from None
 
 
 def steps_to_profile(text: str) -> range:

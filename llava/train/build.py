@@ -19,9 +19,9 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
+from llava.train.batches import largest_micro_batch, most_crops
 from llava.train.checks import EVAL_IMAGES, image_store
-from llava.train.heldout import HeldOut, check_metric, eval_data_arguments
+from llava.train.heldout import HeldOut, eval_data_arguments
 from llava.train.kernels import set_up_kernels
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import set_up_checkpointing
@@ -170,7 +170,6 @@ def build_trainer(
         pixel_dtype=weight_dtypes(training_args)[0],
         crop_rules=crop_rules,
     )
-    log_micro_batches(dataset, training_args)
     fit_zero(model, training_args)
     largest = largest_micro_batch(dataset, training_args)
     set_up_checkpointing(model, training_args, largest, most_crops(dataset))
@@ -182,7 +181,6 @@ def build_trainer(
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
         heldout = dataset.over(eval_records, images)
         options["heldout"] = HeldOut(heldout, collator, training_args, largest, context_length(model.config))
-        check_metric(training_args, options["heldout"].keys)
     return LLaVATrainer(
         model=model,
         args=training_args,

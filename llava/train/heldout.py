@@ -17,10 +17,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-import random
-import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import SchedulerType, seed_worker
+from transformers.trainer_utils import SchedulerType
 
 from llava.asking import Asked, Assistant, batch_answers, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN
@@ -56,31 +53,30 @@ MOST_WORDS = 5  # words of an answer that can still be compared word for word
 
 def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
-    if not data_args.eval_data_path:
+    path, folder = data_args.eval_data_path, data_args.eval_image_folder
+    if not path:
         flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "eval_generate")
         passed = [flag for flag in flags if getattr(training_args, flag)]
-        passed += ["eval_strategy"] * (training_args.eval_strategy != "no")
-        passed += ["eval_image_folder"] * bool(data_args.eval_image_folder)
+        passed += ["eval_strategy"] * (training_args.eval_strategy != "no") + ["eval_image_folder"] * bool(folder)
         if passed:
             raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path")
         return
     if training_args.eval_strategy == "no" and not training_args.eval_on_start:
         raise ValueError(
-            f"--eval_data_path {data_args.eval_data_path}: nothing says when it is read; pass --eval_strategy steps "
-            "--eval_steps N, --eval_strategy epoch, or --eval_on_start True"
+            f"--eval_data_path {path}: nothing says when it is read; pass --eval_strategy steps --eval_steps N, "
+            "--eval_strategy epoch, or --eval_on_start True"
         )
-    if (folder := data_args.eval_image_folder) and not Path(folder).exists():
+    if folder and not Path(folder).exists():
         raise FileNotFoundError(f"--eval_image_folder {folder}: no such folder or zip file{starts_from(folder)}")
-    if training_args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        schedule = SchedulerType(training_args.lr_scheduler_type).value
+    schedule = SchedulerType(training_args.lr_scheduler_type).value
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
-            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take "
-            "one that follows the steps, such as cosine"
+            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take one that follows "
+            "the steps, such as cosine"
         )
-    if (size := training_args.per_device_eval_batch_size) < 1:
-        raise ValueError(f"--per_device_eval_batch_size: expected a positive number, found {size}")
-    if (number := training_args.eval_generate) < 0:
-        raise ValueError(f"--eval_generate: expected the number of questions to ask, or 0, found {number}")
+    for flag, least in (("per_device_eval_batch_size", 1), ("eval_generate", 0)):
+        if (value := getattr(training_args, flag)) < least:
+            raise ValueError(f"--{flag}: expected a number of at least {least}, found {value}")
 
 
 def eval_data_arguments(data_args: DataArguments) -> DataArguments:
@@ -135,17 +131,10 @@ def assigned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
 
 
 class HeldOut:
-    """The held-out samples of this rank and their loss.
+    """The held-out samples of this rank and their loss, and the questions that are asked of them.
 
-    Args:
-        dataset: the held-out records.
-        collator: the training's collator.
-        args: the training arguments.
-        max_tokens: maximum tokens per micro-batch, as in training, which also keeps them for a backward pass.
-        context: tokens that the model takes.
-
-    Raises:
-        ValueError: see `Questions`.
+    A micro-batch has at most `max_tokens` tokens, as in training, which also keeps them for a backward pass; the model
+    takes `context` tokens. Raises ValueError as `Questions` does.
     """
 
     def __init__(
@@ -156,64 +145,45 @@ class HeldOut:
         max_tokens: int,
         context: int,
     ):
-        self.dataset, self.is_first = dataset, args.process_index == 0
-        lengths = np.asarray(dataset.modality_lengths()).tolist()
-        parts = parts_of(lengths, args.per_device_eval_batch_size, max_tokens)
-        self.parts = assigned(parts, args.world_size)[args.process_index]
+        self.dataset, self.device, self.is_first = dataset, args.device, args.process_index == 0
+        lengths, batch_size = np.asarray(dataset.modality_lengths()).tolist(), args.per_device_eval_batch_size
+        self.parts = assigned(parts_of(lengths, batch_size, max_tokens), args.world_size)[args.process_index]
         self.questions = None
         if args.eval_generate:
-            batch_size = args.per_device_eval_batch_size
             self.questions = Questions(dataset, args.eval_generate, batch_size, context, self.is_first)
-        present = [f"loss_{name}" for name in MODALITIES if any(part.modality == name for part in parts)]
-        self.keys = ["loss", *present, *["accuracy"] * (self.questions is not None)]
-        workers = args.dataloader_num_workers
         self.loader = DataLoader(
             MicroBatches(dataset, collator),
             sampler=[part.samples for part in self.parts],
             batch_size=None,
-            num_workers=workers,
+            num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
             generator=torch.Generator(),  # the state of the training's own must not change
         )
 
     def totals(
         self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], bool] = lambda: False
     ) -> torch.Tensor | None:
-        """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2].
+        """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2]; None if stopped.
 
         Args:
             model: the model in evaluation mode, as the training wraps it.
             prepare: brings a batch to its device.
             at_batch: is called before every micro-batch and must return the same on all ranks; True stops.
-
-        Returns:
-            The sums, or None if `at_batch` stopped the evaluation.
         """
-        sums = torch.zeros(len(MODALITIES), 2, dtype=torch.float64)
-        losses = []
+        totals = torch.zeros(len(MODALITIES), 2, dtype=torch.float64, device=self.device)
         with progress(len(self.parts), "evaluating", "micro-batches", hidden=not self.is_first) as bar:
             for part, batch in zip(self.parts, self.loader, strict=True):
                 if at_batch():
                     return None
                 del batch["indices"]
-                sums[MODALITIES.index(part.modality), 1] += len(batch["layout"].targets)
-                loss = model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss
-                losses.append(loss.double())  # stays on its device, so that the host does not wait for it
+                own = totals[MODALITIES.index(part.modality)]
+                own[1] += len(batch["layout"].targets)
+                own[0] += model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss  # the host does not wait
                 bar.update()
-        for part, loss in zip(self.parts, torch.stack(losses).tolist() if losses else [], strict=True):
-            sums[MODALITIES.index(part.modality), 0] += loss
-        return sums
+        return totals
 
     def metrics(self, totals: torch.Tensor) -> dict[str, float]:
-        """Mean losses by name.
-
-        Args:
-            totals: the results of `totals`, summed over all ranks.
-
-        Raises:
-            ValueError: no sample has a target.
-        """
+        """Mean losses by name, of `totals` summed over all ranks; ValueError if no sample has a target."""
         loss, targets = totals.sum(0).tolist()
         if not targets:
             raise ValueError(
@@ -221,9 +191,8 @@ class HeldOut:
                 f"{self.dataset.model_max_length}; raise it, or take other records"
             )
         parts = zip(MODALITIES, totals.tolist(), strict=True)
-        return {"eval_loss": loss / targets} | {
-            f"eval_loss_{name}": own / count for name, (own, count) in parts if count
-        }
+        means = {f"eval_loss_{name}": own / count for name, (own, count) in parts if count}
+        return {"eval_loss": loss / targets} | means
 
 
 # --- the questions ----------------------------------------------------------------------------------------------------
@@ -239,17 +208,9 @@ def can_be_asked(record: Record) -> bool:
 
 
 class Questions:
-    """The questions of a run, drawn evenly over the held-out records.
+    """`number` (`--eval_generate`) questions, or all if there are fewer, drawn evenly over the held-out records.
 
-    Args:
-        dataset: the held-out records.
-        number: `--eval_generate`, the number of questions; if there are fewer, all of them.
-        batch_size: questions per batch.
-        context: tokens that the model takes.
-        show_progress: whether to show a bar, as on one rank.
-
-    Raises:
-        ValueError: the template has no questions, or no record that fits has a short answer.
+    Raises ValueError if the template has no questions, or if no record that fits `context` tokens has a short answer.
     """
 
     def __init__(
@@ -269,11 +230,6 @@ class Questions:
                 f"what the model takes) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
                 "out, or take other records"
             )
-        if len(usable) < number:
-            logger.info(
-                "--eval_generate %d: %d held-out records fit --model_max_length and have short answers; all are asked",
-                number, len(usable),
-            )  # fmt: skip
         count = min(number, len(usable))
         self.indices = [usable[i * len(usable) // count] for i in range(count)]
         self.expected = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
@@ -301,37 +257,16 @@ def accuracy(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float
     return {f"eval_{name}": value for name, value in named.items()}
 
 
-# --- the best checkpoint ----------------------------------------------------------------------------------------------
-
-
-def metric_key(args: TrainingArguments) -> str | None:
-    """`--metric_for_best_model` without a prefix; None if it is not given."""
-    return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
-
-
-def check_metric(args: TrainingArguments, keys: Sequence[str]) -> None:
-    """Raises ValueError if `--metric_for_best_model` is none of `keys`, what the run's evaluations measure."""
-    if (metric := metric_key(args)) and metric not in keys:
-        raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
-
-
 # --- the model in evaluation mode -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout and gradients; afterwards every module and all random states are as before."""
-    modes = {module: module.training for module in model.modules()}
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if accelerator is None else accelerator.type
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
-        model.eval()
-        try:
+    """A context without dropout and gradients."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
             yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+    finally:
+        model.train(training)

@@ -31,8 +31,8 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, lora_state_dict, save_non_lora
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
-from llava.train.arguments import OPTIMIZERS, TrainingArguments, steps_to_profile
-from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
+from llava.train.arguments import TrainingArguments, steps_to_profile
+from llava.train.batches import SampleOrder, sample_order, step_loader
 from llava.train.checkpoint import (
     CheckpointMarker,
     ResumeError,
@@ -43,7 +43,7 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, accuracy, evaluating, metric_key
+from llava.train.heldout import HeldOut, accuracy, evaluating
 from llava.train.optim import (
     MasterWeights,
     keeps_masters,
@@ -55,20 +55,19 @@ from llava.train.optim import (
 from llava.train.run_record import Settings
 from llava.train.stop import StopSignal
 from llava.train.telemetry import (
-    Clipping,
     JsonlCallback,
     NormProbe,
     StepProfiler,
     Throughput,
     TrainingProgress,
-    gradient_parts,
     measures_step,
     read,
-    without_pauses,
 )
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
+MAX_NONFINITE_STEPS = 10
+"""Steps in a row with an infinite loss or gradient, or none that is a number, that end a run."""
 _NAMED = 16  # records per micro-batch that a message names
 
 
@@ -122,31 +121,23 @@ class NonFiniteGuard:
 
     A loss that is not finite makes its own gradient NaN (`poisoned`), so that one number shows both: the global
     gradient norm, which all ranks share. Weights, learning rate and optimizer state stay; only the data moves on.
-
-    Args:
-        records: the training's records, to name samples.
-        limit: `--max_nonfinite_steps`, the steps in a row that end the run.
     """
 
-    def __init__(self, records: Sequence[Record], limit: int):
-        self.records, self.limit = records, limit
+    def __init__(self, records: Sequence[Record]):
+        self.records = records
         self.in_a_row = self.total = 0
         self.start_step([])
 
     def start_step(self, micro_batches: list[list[int]]) -> None:
         """Notes the samples that this rank computes in the coming step, by micro-batch."""
         self.micro_batches = micro_batches
-        self.losses: list[torch.Tensor] = []
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Notes the loss of the next micro-batch, which stays on its device."""
-        self.losses.append(loss)
+        self.losses: list[torch.Tensor] = []  # on their device
 
     def is_applicable(self, grad_norm: float, step: int) -> bool:
         """Whether step `step` (from 1) may be applied; if not, logs its records. Every rank must call.
 
         Raises:
-            NonFiniteError: it is the last of `limit` such steps in a row.
+            NonFiniteError: it is the last of `MAX_NONFINITE_STEPS` such steps in a row.
         """
         if math.isfinite(grad_norm):
             self.in_a_row = 0
@@ -155,21 +146,20 @@ class NonFiniteGuard:
         self.total += 1
         message = f"skipped step {step}: gradient norm {grad_norm}; {self._suspects()}"
         logger.warning("%s", message)
-        if self.in_a_row >= self.limit:
+        if self.in_a_row >= MAX_NONFINITE_STEPS:
             raise NonFiniteError(
-                f"{message}. That is {self.in_a_row} in a row (--max_nonfinite_steps {self.limit}); the weights in the "
-                "last checkpoint are finite. Look at these records, or lower the learning rate"
+                f"{message}. That is {self.in_a_row} in a row; the weights in the last checkpoint are finite. Look at "
+                "these records, or lower the learning rate"
             )
         return False
 
     def _suspects(self) -> str:
         """The records of the micro-batches whose loss is not finite, on any rank; of all if every loss is finite."""
-        names = list(map(self._names, self.micro_batches))
-        ranks = gather_object([list(zip(names, map(float, self.losses), strict=False))])
-        every = [(rank, *batch) for rank, batches in enumerate(ranks) for batch in batches]
-        if bad := [batch for batch in every if not math.isfinite(batch[2])]:
-            return "; ".join(f"loss {loss} on rank {rank}: {names}" for rank, names, loss in bad)
-        return f"every loss is finite; records of the step: {'; '.join(names for _, names, _ in every)}"
+        own = zip(map(float, self.losses), map(self._names, self.micro_batches), strict=False)
+        batches = [(*batch, rank) for rank, some in enumerate(gather_object([list(own)])) for batch in some]
+        if bad := [batch for batch in batches if not math.isfinite(batch[0])]:
+            return "; ".join(f"loss {loss} on rank {rank}: {names}" for loss, names, rank in bad)
+        return f"every loss is finite; records of the step: {'; '.join(names for _, names, _ in batches)}"
 
     def _names(self, samples: list[int]) -> str:
         names = ", ".join(name_of(self.records, max(i, ~i)) for i in samples[:_NAMED])
@@ -221,9 +211,10 @@ class LLaVATrainer(Trainer):
         self.converted = converted
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
-        self.guard = NonFiniteGuard(self.train_dataset.records, self.args.max_nonfinite_steps)
+        self.guard = NonFiniteGuard(self.train_dataset.records)
         # First, so that trackers do not begin a run that is refused.
-        self.callback_handler.callbacks.insert(0, AtTrainBegin(self.begin))
+        profilers = [StepProfiler(steps_to_profile(args.profile_steps))] if args.profile_steps else []
+        self.callback_handler.callbacks[:0] = [AtTrainBegin(self.begin), *profilers]
         self.add_callback(self.stop_signal)
         self.add_callback(CheckpointMarker(args, settings or {}))
         self.image_processor = image_processor
@@ -233,15 +224,10 @@ class LLaVATrainer(Trainer):
         self.adapter_only = trains_adapter_only(self.model)
         self.tied = set(self.model.all_tied_weights_keys or ())  # not saved: they are other weights of the checkpoint
         self.probe = NormProbe(self.model)
-        self.clipping = Clipping(self.args.max_grad_norm)
-        self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
+        self.throughput = Throughput(self.model, self.args.device)
         self.add_callback(JsonlCallback())
-        self.profiler = None
-        if args.profile_steps:
-            self.profiler = StepProfiler(steps_to_profile(args.profile_steps), self.args.output_dir)
-            self.add_callback(self.profiler)
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
-            self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
+            self.add_callback(TrainingProgress())
 
     def sample_order(self) -> SampleOrder:
         """The order of samples, of which every epoch takes a new one."""
@@ -254,23 +240,17 @@ class LLaVATrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
-            self.gradient_parts = gradient_parts(self.model, (p for group in groups for p in group["params"]))
             masters = None
             if keeps_masters(self.args):
                 masters = MasterWeights(p for group in groups for p in group["params"])
                 groups = [group | {"params": masters.of(group["params"])} for group in groups]
             self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self.optimizer = self._new_optimizer(groups, model)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(groups, **options)
             self.optimizer.register_load_state_dict_pre_hook(load_masters)
             if masters:
                 masters.attach(self.optimizer)
         return self.optimizer
-
-    def _new_optimizer(self, groups: list[dict[str, Any]], model) -> Any:
-        if build := OPTIMIZERS.get(str(self.args.optim)):
-            return build(groups, self.flags)
-        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        return optimizer_class(groups, **options)
 
     def get_decay_parameter_names(self, model) -> list[str]:
         norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ProjectorNorm)}
@@ -317,15 +297,12 @@ class LLaVATrainer(Trainer):
 
     def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Any:
         loss: Any = super().compute_loss(model, {"layout": self.layout, **inputs}, *args, **kwargs)
-        self.guard.add_loss(loss.detach())
+        self.guard.losses.append(loss.detach())
         return poisoned(loss)
 
     def _clip_grad_norm(self, model):
         """Clips the gradients that the optimizer sees, and drops them if they are not finite; returns their norm."""
-        parameters = updated_parameters(self.optimizer)
-        if self.probe.active and not self.is_deepspeed_enabled:
-            self.probe.see_gradients(self.gradient_parts, parameters)
-        grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(parameters))
+        grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
         if not self.args.fp16:
             grad_norm = float(grad_norm)  # the only value that the host waits for between log lines
         if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
@@ -337,8 +314,6 @@ class LLaVATrainer(Trainer):
             raise RuntimeError(
                 "DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later"
             )
-        skipped = self.is_deepspeed_enabled and self.optimizer.step_was_skipped  # then the norm is an earlier step's
-        self.clipping.add(math.nan if skipped else grad_norm)
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -347,23 +322,21 @@ class LLaVATrainer(Trainer):
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
-            measured = measures_step(self.args, self.state, self.state.global_step)
-            meters = [self.throughput, self.clipping, *[self.probe] * measured]
-            logs |= read(meters, self.accelerator)
+            logs |= read([self.throughput, *[self.probe] * self.probe.active], self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
-        if "train_runtime" in logs:
-            logs |= without_pauses(logs, self.throughput.paused_seconds)
         super().log(logs, start_time)
 
     # --- held-out data ---
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Measures and logs held-out losses and scores; nothing if a signal cuts it short. Every rank must call."""
-        step, heldout = self.state.global_step, self.heldout
+        """Measures and logs held-out losses and answers; nothing if a signal cuts it short. Every rank must call."""
+        step, heldout, best = self.state.global_step, self.heldout, self.flags.metric_for_best_model
         if heldout is None or step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         start = time.perf_counter()
         self.probe.active = False  # only training is measured
+        # What the library compares of a step that is not measured or not saved, and so cannot be loaded again.
+        never_best = {f"eval_{best}": math.nan} if best else {}
 
         def at_batch() -> bool:
             self.watchdog.enter("evaluating", step)
@@ -377,19 +350,19 @@ class LLaVATrainer(Trainer):
         if totals is None or answers is None:
             logger.warning("skipped the evaluation after step %d: a signal arrived", step)
             self.control.should_evaluate = False  # or the end of the epoch would ask again
-            return self._never_best()
-        metrics = heldout.metrics(self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu())
+            return never_best
+        metrics = heldout.metrics(self.accelerator.reduce(totals, reduction="sum").cpu())
         if heldout.questions:
             metrics |= accuracy(answers, heldout.questions.expected)
+        if never_best.keys() - metrics.keys():
+            raise ValueError(
+                f"--metric_for_best_model {best} is not measured; expected one of "
+                f"{', '.join(name.removeprefix('eval_') for name in metrics)}"
+            )
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics if self.control.should_save else metrics | self._never_best()
-
-    def _never_best(self) -> dict[str, float]:
-        """What the library compares of a step that is not measured or not saved, and so cannot be loaded again."""
-        name = metric_key(self.flags)
-        return {f"eval_{name}": math.nan} if name else {}
+        return metrics if self.control.should_save else metrics | never_best
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
@@ -407,8 +380,6 @@ class LLaVATrainer(Trainer):
 
     def begin(self) -> None:
         """What has to wait for the engine and the loaded checkpoint: repairs, and the last checks before any step."""
-        if self.profiler is not None:
-            self.profiler.check(self.first_step, self.state.max_steps)
         if self.is_deepspeed_enabled:
             rebuild_rotary(self.model)  # its engine may have cast all buffers
         if self.converted:

@@ -91,21 +91,18 @@ def set_up_parts(model: LlavaMetaForCausalLM, parts: frozenset[str], args: Train
 
 
 def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
-    """Sets `requires_grad` of every parameter.
+    """Sets `requires_grad` of every parameter, except in a language model with LoRA, which trains its adapters alone.
 
-    A fixed norm and the tower's layers that never get a gradient stay frozen. In a language model with LoRA everything
-    stays as `add_lora` left it: only adapters are trained.
+    A fixed norm and the tower's layers that never get a gradient stay frozen.
 
     Raises:
         ValueError: no parameter is left to train.
     """
-    tower = model.get_model().vision_tower
     lora = has_lora(model)
     for name, parameter in model.named_parameters():
-        part = part_of(name)
-        if part != LANGUAGE_MODEL or not lora:
+        if (part := part_of(name)) != LANGUAGE_MODEL or not lora:
             parameter.requires_grad_(part in parts)
-    for parameter in tower.unused_parameters():
+    for parameter in model.get_model().vision_tower.unused_parameters():
         parameter.requires_grad_(False)
     freeze_fixed_norm(model.get_model().mm_projector)
     if not is_trained(model):
@@ -113,36 +110,25 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
 
 
 def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArguments) -> list[dict[str, Any]]:
-    """Parameter groups by part and weight decay; groups with the same settings are logged in one line, with their size.
+    """Parameter groups by part and weight decay, each logged with its size.
 
     Args:
         model: the model, with `requires_grad` set.
         decay_names: names of the parameters to which weight decay applies.
         args: the training arguments: `learning_rate`, `mm_projector_lr`, `mm_vision_tower_lr`, `weight_decay`.
     """
-    rates = {
-        LANGUAGE_MODEL: args.learning_rate,
-        ADAPTER: args.learning_rate if args.mm_projector_lr is None else args.mm_projector_lr,
-        VISION_TOWER: args.learning_rate if args.mm_vision_tower_lr is None else args.mm_vision_tower_lr,
-    }
+    own = {ADAPTER: args.mm_projector_lr, VISION_TOWER: args.mm_vision_tower_lr}
     members: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members.setdefault((part_of(name), name in decay_names), []).append(parameter)
-    groups, alike = [], {}
+    groups = []
     for (part, decays), parameters in sorted(members.items()):
+        rate = args.learning_rate if own.get(part) is None else own[part]
         decay = args.weight_decay if decays else 0.0
-        groups.append({"params": parameters, "lr": rates[part], "weight_decay": decay, "name": part})
-        alike.setdefault((part, decay), []).extend(parameters)
-    for (part, decay), parameters in alike.items():
-        logger.info(
-            "optimizer group %-17s lr %-8g weight decay %-5g %4d tensors, %s parameters",
-            part,
-            rates[part],
-            decay,
-            len(parameters),
-            f"{sum(full_shape(p).numel() for p in parameters):,}",
-        )
+        groups.append({"params": parameters, "lr": rate, "weight_decay": decay, "name": part})
+        size = f"{len(parameters)} tensors, {sum(full_shape(p).numel() for p in parameters):,} parameters"
+        logger.info("optimizer group %-17s lr %-8g weight decay %-5g %s", part, rate, decay, size)
     return groups
 
 

@@ -22,13 +22,7 @@ from llava.model.lora import has_lora
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.build import build_model, build_trainer, training_tokenizer
-from llava.train.checkpoint import (
-    begin_run,
-    choose_start,
-    held_folder,
-    named_save_errors,
-    use_converted_states,
-)
+from llava.train.checkpoint import begin_run, choose_start, held_folder, named_save_errors, use_converted_states
 from llava.train.checks import (
     EVAL_QUARANTINE,
     QUARANTINE,
@@ -38,6 +32,7 @@ from llava.train.checks import (
     report_left_out,
 )
 from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
+from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop import StoppedEarly, StopSignal
@@ -48,23 +43,6 @@ from llava.utils.locks import InUse
 
 logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
 
-Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
-
-
-def main(attn_implementation: str | None = None) -> None:
-    """Trains as the process's flags say; ends it with one line and status 2 if the user can fix it."""
-    argv = sys.argv[1:]
-    try:
-        parsed = parse_arguments(argv, attn_implementation)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {of_flag(error, argv)}", file=sys.stderr)
-        sys.exit(2)
-    watchdog = Watchdog(parsed[2].output_dir, parsed[2].process_index, parsed[2].hang_timeout)
-    try:
-        run(*parsed, watchdog)
-    except Exception as error:
-        end_process(error, watchdog)
-
 
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
     """Parses the command line, trains, and writes the final folder.
@@ -73,35 +51,13 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         argv: the flags; by default those of the process.
         attn_implementation: default of `--attn_implementation`.
     """
-    parsed = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
-    run(*parsed, Watchdog(parsed[2].output_dir, parsed[2].process_index, parsed[2].hang_timeout))
-
-
-def parse_arguments(argv: list[str], attn_implementation: str | None = None) -> Arguments:
-    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
-
-    Raises:
-        ValueError: flags contradict each other, or others can write where DeepSpeed's ops are loaded from.
-    """
-    if any(arg.startswith("--deepspeed") for arg in argv):
-        let_ninja_be_found()
-        refuse_shared_variable("TORCH_EXTENSIONS_DIR")
-        chooses_none = runs_alone() and read_flags(argv).deepspeed == AUTO  # ranks that are alone take no DeepSpeed
-        if not torch.accelerator.is_available() and not chooses_none:
-            use_gloo_backend()
-    return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
-
-
-def run(
-    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments, watchdog: Watchdog
-) -> None:
-    """Checks flags and nodes, and trains while it holds the output folder."""
-    with training_process(training_args, watchdog) as stop_signal:
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
+    with training_process(training_args) as (watchdog, stop_signal):
         check_flags(model_args, data_args, training_args)
-        inputs = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
-        inputs += [*(data_args.data_path or "").split(","), data_args.image_folder]
-        inputs += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
-        check_nodes([path for path in inputs if path], training_args.output_dir)
+        paths = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
+        paths += [*(data_args.data_path or "").split(","), data_args.image_folder]
+        paths += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
+        check_nodes([path for path in paths if path], training_args.output_dir)
         with held_folder(training_args), named_save_errors(Path(training_args.output_dir)):
             train_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
@@ -114,7 +70,7 @@ def train_in_folder(
     stop_signal: StopSignal,
 ) -> None:
     """Trains from the newest complete checkpoint, or from the start, and writes the final folder, unless stopped."""
-    output_dir, is_first = Path(training_args.output_dir), training_args.process_index == 0
+    output_dir = Path(training_args.output_dir)
     records, write_left_out = checked_records(model_args.version, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args.version, data_args, training_args, records)
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
@@ -127,27 +83,18 @@ def train_in_folder(
             output_dir, start.finished,
         )  # fmt: skip
         return
-    converted = use_converted_states(start, training_args)
 
     set_seed(training_args.seed)
+    converted = use_converted_states(start, training_args)
     model = build_model(model_args, data_args, training_args)
-    trainer = build_trainer(
-        model,
-        records,
-        model_args,
-        data_args,
-        training_args,
-        tokenizer=tokenizer,
-        eval_records=eval_records,
-        settings=settings,
-        converted=converted,
-        watchdog=watchdog,
-        stop_signal=stop_signal,
-    )
+    options = {"tokenizer": tokenizer, "eval_records": eval_records, "settings": settings, "converted": converted}
+    options |= {"watchdog": watchdog, "stop_signal": stop_signal}
+    trainer = build_trainer(model, records, model_args, data_args, training_args, **options)
+
     begin_run(training_args, settings)
-    if is_first and records.left_out:
+    if training_args.process_index == 0 and records.left_out:
         write_left_out(output_dir / QUARANTINE)
-    if is_first and eval_records is not None and write_eval_left_out and eval_records.left_out:
+    if training_args.process_index == 0 and eval_records and write_eval_left_out and eval_records.left_out:
         write_eval_left_out(output_dir / EVAL_QUARANTINE)
     resumed = start.checkpoint is not None
     write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, settings, resumed)
@@ -155,24 +102,24 @@ def train_in_folder(
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:
         return
+
     trainer.load_best()
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, str(output_dir))
     report_left_out(eval_records, str(output_dir), EVAL_QUARANTINE)
-    log_next_step(model_args, output_dir.absolute(), trainer.adapter_only, has_lora(model))
+    log_next_step(trainer, output_dir.absolute(), model_args.mm_projector_norm)
 
 
-def log_next_step(model_args: ModelArguments, folder: Path, adapter_only: bool, lora: bool) -> None:
+def log_next_step(trainer: LLaVATrainer, folder: Path, norm: str) -> None:
     """Logs where the finished model is, and the next command."""
-    path = shlex.quote(str(folder))
-    if adapter_only:
-        adapter = shlex.quote(str(folder / ADAPTER_FILE))
-        settings = f"NORM={model_args.mm_projector_norm} PRETRAIN_ADAPTER={adapter}"
-        logger.info("stage 1 is done, projector and norm are in %s", folder / ADAPTER_FILE)
+    path, adapter = shlex.quote(str(folder)), folder / ADAPTER_FILE
+    if trainer.adapter_only:
+        settings = f"NORM={norm} PRETRAIN_ADAPTER={shlex.quote(str(adapter))}"
+        logger.info("stage 1 is done, projector and norm are in %s", adapter)
         logger.info("next, stage 2, with your other settings: %s bash scripts/finetune.sh", settings)
-    elif lora:
+    elif has_lora(trainer.model):
         merge = f"python -m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
         logger.info("the adapters are in %s; next, merged with their base: %s", folder, merge)
     else:
@@ -182,16 +129,48 @@ def log_next_step(model_args: ModelArguments, folder: Path, adapter_only: bool, 
 # --- the process around a training ------------------------------------------------------------------------------------
 
 
+def main(attn_implementation: str | None = None) -> None:
+    """Trains as the process's flags say; ends it with one line and status 2 if the user can fix it."""
+    try:
+        train(attn_implementation=attn_implementation)
+    except Exception as error:
+        end_process(error)
+
+
+def parse_arguments(
+    argv: list[str], attn_implementation: str | None = None
+) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
+
+    Raises:
+        ValueError: flags contradict each other, or others can write where DeepSpeed's ops are loaded from.
+    """
+    if any(arg.startswith("--deepspeed") for arg in argv):
+        let_ninja_be_found()
+        refuse_shared_variable("TORCH_EXTENSIONS_DIR")
+        chooses_none = runs_alone() and read_flags(argv).deepspeed == AUTO  # ranks that are alone take no DeepSpeed
+        if not torch.accelerator.is_available() and not chooses_none:
+            use_gloo_backend()
+    try:
+        return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
+    except (ValueError, OSError, ImportError) as error:
+        raise ValueError(of_flag(error, argv)) from error
+
+
 @contextlib.contextmanager
-def training_process(training_args: TrainingArguments, watchdog: Watchdog) -> Iterator[StopSignal]:
-    """A context to train in: signals are handled, and an error leaves a report.
+def training_process(training_args: TrainingArguments) -> Iterator[tuple[Watchdog, StopSignal]]:
+    """A context to train in: the first rank logs, signals are handled, and an error leaves a report.
 
     After it every rank leaves the process group, and exits with `StopSignal.exit_code` if a signal ended the run.
     """
-    set_up_logging(training_args)
-    stop_signal = StopSignal().install()
+    rank = training_args.process_index
+    if rank != 0:
+        transformers.utils.logging.disable_progress_bar()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("llava").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    watchdog, stop_signal = Watchdog(training_args.output_dir, rank, training_args.hang_timeout), StopSignal().install()
     try:
-        yield stop_signal
+        yield watchdog, stop_signal
         stop_signal.report(training_args.output_dir)
     except StoppedEarly:
         stop_signal.report(training_args.output_dir)
@@ -199,6 +178,8 @@ def training_process(training_args: TrainingArguments, watchdog: Watchdog) -> It
         raise
     except Exception as error:
         watchdog.report_exception(error)
+        if watchdog.reported and refusal(error):
+            error.add_note(f"traceback: {watchdog.folder}")
         raise
     finally:
         watchdog.stop()
@@ -208,24 +189,15 @@ def training_process(training_args: TrainingArguments, watchdog: Watchdog) -> It
         sys.exit(stop_signal.exit_code())
 
 
-def set_up_logging(training_args: TrainingArguments) -> None:
-    """Lets the first rank's messages and progress bars reach the console; the other ranks only warn."""
-    level = logging.INFO if training_args.process_index == 0 else logging.WARNING
-    if training_args.process_index != 0:
-        transformers.utils.logging.disable_progress_bar()
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("llava").setLevel(level)
-
-
-def end_process(error: Exception, watchdog: Watchdog) -> NoReturn:
+def end_process(error: Exception) -> NoReturn:
     """Ends the process with one line and status 2 if the user can fix the error, else with its traceback and 1."""
     message = refusal(error)
     if message is None:
-        traceback.print_exception(type(error), error, error.__traceback__)
+        traceback.print_exception(error)
     else:
-        rank = f"rank {watchdog.rank}: " if joined() else ""
-        report = f" (traceback: {watchdog.folder})" if watchdog.reported else ""
-        print(f"{rank}error: {message}{report}", file=sys.stderr)
+        rank = f"rank {torch.distributed.get_rank()}: " if joined() else ""
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"{rank}error: {message}{notes}", file=sys.stderr)
     sys.stderr.flush()
     status = 1 if message is None else 2
     if joined():  # a normal exit could wait forever for other ranks

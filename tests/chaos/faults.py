@@ -190,12 +190,11 @@ FAULTS = [
         (
             "skipped step 6: gradient norm ...; loss nan on rank 0: ...",
             "loss nan on rank 0: ...: record ... (id 'q...')...",
-            "... That is 2 in a row (--max_nonfinite_steps 2); the weights in the last checkpoint are finite. Look at "
-            "these records, or lower the learning rate",
+            "... That is 2 in a row; the weights in the last checkpoint are finite. Look at these records, or lower "
+            "the learning rate",
         ),
         1,
-        {"what": "nan", "step": 4, "times": 4},
-        flags=("--max_nonfinite_steps", "2"),
+        {"what": "nan", "step": 4, "times": 4, "limit": 2},
     ),
     Fault(
         "one rank fails",

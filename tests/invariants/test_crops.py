@@ -31,7 +31,7 @@ from llava.train import train as train_module
 from llava.train.batches import most_crops
 from llava.train.checks import checked_records
 from llava.train.memory import estimate_memory
-from llava.train.telemetry import LOG_FILE, batch_work, flop_costs, required_flops
+from llava.train.telemetry import batch_work, flop_costs, required_flops
 
 NEWLINE = "model.image_newline"
 MODES = [
@@ -186,10 +186,6 @@ def test_stage_1_trains_and_saves_the_newline_with_the_projector(tiny, stage_1):
     config = json.loads((stage_1 / "config.json").read_text())
     fields = {name: config[name] for name in ANYRES}
     assert fields == ANYRES | {"image_grid_pinpoints": json.loads(GRIDS)}
-    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
-    norms = [line["norm/image_newline"] for line in lines if "loss" in line]
-    assert norms[-1] == pytest.approx(adapter[NEWLINE].norm().item(), rel=1e-4) and norms[0] != norms[-1]
-    assert norms[0] == pytest.approx(1, rel=0.5)  # LLaVA-NeXT's: 32 values of standard deviation 1 / sqrt(32)
 
 
 @pytest.mark.slow

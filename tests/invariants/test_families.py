@@ -25,7 +25,7 @@ from llava.model.language_model.families import DECODERS, LLAVA_CLASSES, MODEL_C
 from llava.model.rotary import rebuild_rotary
 from llava.train.kernels import compile_layers
 from llava.train.memory import estimate_memory
-from llava.train.telemetry import batch_work, flop_costs, required_flops
+from llava.train.telemetry import attention_windows, batch_work, flop_costs, required_flops
 
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
@@ -302,7 +302,7 @@ def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monk
     windows = []
     monkeypatch.setattr("llava.model.attention._window_mask", lambda length, window, device: windows.append(window))
     model(**batch(SAMPLES[:1]))
-    assert list(flop_costs(model).windows) == windows
+    assert attention_windows(model.config) == windows
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

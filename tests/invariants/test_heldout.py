@@ -154,8 +154,7 @@ def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     training = sum(4 / rate for rate in rates[1:])  # the first one counts from when the trainer was made
     evaluating = [line["eval/seconds"] for line in lines if "eval/loss" in line]
     assert min(evaluating) > 0.5 and len(evaluating) == 4
-    assert training < lines[-1]["train_runtime"]
-    assert lines[-1]["train_runtime"] + sum(evaluating) < wall
+    assert training + sum(evaluating) < wall
 
 
 @pytest.mark.slow

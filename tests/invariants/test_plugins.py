@@ -28,7 +28,7 @@ from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import train as train_module
-from llava.train.arguments import OPTIMIZERS, parse_flags
+from llava.train.arguments import parse_flags
 from llava.train.checkpoint import ResumeError
 from llava.train.telemetry import LOG_FILE
 from llava.utils import plugins
@@ -49,7 +49,7 @@ from torch import nn
 from transformers import AutoConfig, CLIPVisionConfig
 from llava.model.multimodal_encoder.towers import CLIPVisionTower
 from llava.model.multimodal_projector.builder import MergePatches
-from llava.plugin import register_optimizer, register_projector, register_tower
+from llava.plugin import register_projector, register_tower
 
 class OwnConfig(CLIPVisionConfig):
     model_type = "own_clip"
@@ -62,11 +62,10 @@ register_tower(OwnTower)
 register_projector(
     "pooled_Nx", lambda e, d, n: nn.Sequential(MergePatches(n), nn.Linear(n * n * e, d)), merge=2
 )
-register_optimizer("plain_sgd", lambda groups, args: torch.optim.SGD(groups, momentum=0.5))
 """
 
 
-TABLES = (NORM_TYPES, PROJECTOR_TYPES, TOWERS, OPTIMIZERS, MODEL_CLASSES, LLAVA_CLASSES, plugins.digests)
+TABLES = (NORM_TYPES, PROJECTOR_TYPES, TOWERS, MODEL_CLASSES, LLAVA_CLASSES, plugins.digests)
 BEFORE, DECODERS_BEFORE = [dict(table) for table in TABLES], list(DECODERS)
 
 
@@ -265,9 +264,9 @@ def test_attach_takes_a_plug_ins_norm(half, tmp_path):
 def test_flags_may_name_the_plug_ins_parts_before_or_after_it(tiny, tmp_path, half):
     other = tmp_path / "other.py"
     other.write_text(OTHERS)
-    given = flags(tiny, tmp_path / "run", 1, norm="half_rmsnorm", mm_projector_type="pooled_2x", optim="plain_sgd")
-    model, _, training = parse_flags([*given, "--plugin", str(half), "--plugin", f"{other},{half}"])
-    assert model.plugin == [str(half), f"{other},{half}"] and training.optim == "plain_sgd"
+    given = flags(tiny, tmp_path / "run", 1, norm="half_rmsnorm", mm_projector_type="pooled_2x")
+    model, _, _ = parse_flags([*given, "--plugin", str(half), "--plugin", f"{other},{half}"])
+    assert model.plugin == [str(half), f"{other},{half}"] and model.mm_projector_type == "pooled_2x"
     assert sorted(plugins.digests) == ["my_parts.py", "other.py"]
 
 
@@ -308,30 +307,19 @@ def test_the_scripts_pass_the_variable_on(stage):
 # --- other parts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_tower_a_projector_and_an_optimizer_train_and_load(tiny, tmp_path):
+def test_a_tower_and_a_projector_train_and_load(tiny, tmp_path):
     path = tmp_path / "other.py"
     path.write_text(OTHERS)
     tower = shutil.copytree(tiny / "clip", tmp_path / "own_clip")
     config = json.loads((tower / "config.json").read_text())
     (tower / "config.json").write_text(json.dumps(config | {"model_type": "own_clip"}))
-    options = {"mm_projector_type": "pooled_2x", "optim": "plain_sgd", "plugin": path}
+    options = {"mm_projector_type": "pooled_2x", "plugin": path}
     train_module.train(flags(tiny, tmp_path / "run", 2, tower=tower, **options))
     model = load(tmp_path / "run", None)
     assert type(model.get_vision_tower()).__name__ == "OwnTower" and model.crop_rules().tokens_per_crop == 1
     forget()
     with pytest.raises(ValueError, match="vision tower 'own_clip': expected one of"):
         load(tmp_path / "run", None)
-
-
-def test_an_optimizer_alone_is_not_needed_to_load(tiny, tmp_path):
-    path = tmp_path / "steps.py"
-    path.write_text(
-        "import torch\nfrom llava.plugin import register_optimizer\n"
-        "register_optimizer('plain_sgd', lambda groups, args: torch.optim.SGD(groups))\n"
-    )
-    train_module.train(flags(tiny, tmp_path / "run", 2, optim="plain_sgd", plugin=path))
-    forget()
-    load(tmp_path / "run", None)
 
 
 FAMILY = """

@@ -3,8 +3,8 @@
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
-from anyres_data import ANYRES, write_shapes
 from batches import BATCHES, collated
 from host_sync import Waits
 from training import build, flags
@@ -41,26 +41,41 @@ def reads_by_step(monkeypatch) -> list[Counter]:
 
 def test_a_log_line_adds_two_reads_and_other_steps_read_one_number(tiny, tmp_path, monkeypatch):
     """Every step reads its gradient norm; a log line the loss, by the library, and all telemetry at once."""
-    data = write_shapes(tmp_path / "data")  # an image_newline is measured too
-    options = {"logging_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2} | ANYRES
-    _, trainer = build(flags(tiny, tmp_path / "run", 2, **data, **options))
+    options = {"logging_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
+    _, trainer = build(flags(tiny, tmp_path / "run", 2, **options))
     steps = reads_by_step(monkeypatch)
     trainer.train()
-    assert "norm/image_newline" in trainer.state.log_history[0]
+    assert "norm/gain_mean_abs" in trainer.state.log_history[0]
     one, logged = Counter(_local_scalar_dense=1), Counter(_local_scalar_dense=2, tolist=1)
     assert steps == [one, logged, one, logged]
 
 
-def test_norms_in_one_copy_equal_norms_read_one_by_one_bit_for_bit(tiny, tmp_path):
+def test_norms_and_gradient_norms_are_those_of_hooks_of_ones_own_in_float64(tiny, tmp_path):
+    """All four places, with and without pictures, and the gain of the norm."""
     model, trainer = build(flags(tiny, tmp_path, 2))
-    probe = NormProbe(model.train())
+    model.train()
+    probe, decoder = NormProbe(model), model.get_model()
+    tokens = {place: [] for place in TOKENS}
+    gradients = {place: [] for place in GRADIENTS}
+
+    def see(place, states):
+        tokens[place].append(states.detach().double().square().sum(-1).sqrt().flatten())
+        if place in GRADIENTS:
+            states.register_hook(lambda gradient: gradients[place].append(gradient.double().square().sum()))
+
+    decoder.embed_tokens.register_forward_hook(lambda module, args, out: see("text_embeddings", out))
+    decoder.mm_projector.register_forward_hook(lambda module, args, out: see("llm_input", out))
+    decoder.mm_projector[0].register_forward_pre_hook(lambda module, args: see("vision_features", args[0]))
+    decoder.mm_projector[3].register_forward_pre_hook(lambda module, args: see("before_norm", args[0]))
     probe.start_step(True)
     for samples in ("image_first_middle_last", "text_only"):
         model(**collated(BATCHES[samples])).loss.backward()
-    metrics = read([probe], trainer.accelerator)
-    expected = {f"grad_norm/{place}": float(probe.squared_gradients[place]) ** 0.5 for place in GRADIENTS}
-    expected |= {f"norm/{place}": float(probe.norm_sums[place]) / probe.token_counts[place] for place in TOKENS}
-    assert metrics == expected | {"norm/gain_mean_abs": float(probe.mean_abs_gain)}
+    for place in GRADIENTS:
+        tokens[place].pop()  # of the picture that the model makes up where a batch has none
+    expected = {f"norm/{place}": float(torch.cat(norms).mean()) for place, norms in tokens.items()}
+    expected |= {f"grad_norm/{place}": float(sum(squares)) ** 0.5 for place, squares in gradients.items()}
+    expected["norm/gain_mean_abs"] = float(decoder.mm_projector[3].weight.detach().double().abs().mean())
+    assert read([probe], trainer.accelerator) == pytest.approx(expected, rel=1e-5)
 
 
 def test_each_meter_gets_its_own_sums(tiny, tmp_path):

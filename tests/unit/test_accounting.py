@@ -44,26 +44,26 @@ PROJECTOR = (24 * 32, 32 * 32)
 
 def test_costs_of_stage_1_equal_hand_counts(tiny):
     costs = flop_costs(trained(tiny, STAGE_1))
-    assert costs.per_token == 4 * LAYERS
-    assert costs.per_pair == 3 * (2 * 2 * 32) * 2
-    assert costs.per_target == 4 * HEAD
+    assert costs.tokens == 4 * LAYERS
+    assert costs.pairs == 3 * (2 * 2 * 32) * 2
+    assert costs.targets == 4 * HEAD
     tower = V * 2 * PATCHES + V * 2 * TOWER + 2 * 4 * V * V * 24
-    assert costs.per_image == tower + V * (4 * PROJECTOR[0] + 6 * PROJECTOR[1])
+    assert costs.images == tower + V * (4 * PROJECTOR[0] + 6 * PROJECTOR[1])
 
 
 def test_costs_of_stage_2_equal_hand_counts(tiny):
     costs = flop_costs(trained(tiny, STAGE_2))
-    assert costs.per_token == 6 * LAYERS
-    assert costs.per_target == 6 * HEAD
+    assert costs.tokens == 6 * LAYERS
+    assert costs.targets == 6 * HEAD
     tower = V * 4 * PATCHES + V * 6 * TOWER + 3 * 2 * 4 * V * V * 24
-    assert costs.per_image == tower + V * 6 * sum(PROJECTOR)
+    assert costs.images == tower + V * 6 * sum(PROJECTOR)
 
 
 def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
     model = trained(tiny, STAGE_2)
     model.requires_grad_(False)
     costs = flop_costs(model)
-    assert (costs.per_token, costs.per_target) == (2 * LAYERS, 2 * HEAD)
+    assert (costs.tokens, costs.targets) == (2 * LAYERS, 2 * HEAD)
 
 
 def test_work_of_a_batch_equals_hand_counts():

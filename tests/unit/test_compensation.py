@@ -1,15 +1,12 @@
-"""What compensation changes under an optimizer (docs/norm.md), and what the log says of clipping."""
+"""What compensation changes under an optimizer (docs/norm.md)."""
 
-import json
 import math
 
 import pytest
 import torch
 from torch import nn
-from training import build, flags, run
 
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.train.telemetry import LOG_FILE, Clipping
 
 E, D, GAIN = 12, 24, 0.02
 PLAIN_OF = {"gwc_layernorm": "layernorm", "gwc_rmsnorm": "rmsnorm"}
@@ -60,52 +57,3 @@ def test_sgd_steps_are_longer_by_compensation(name):
         for norm, steps in ((name, 0), (name, 1), (PLAIN_OF[name], 1))
     )
     torch.testing.assert_close(ours - start, (plain - start) / GAIN, rtol=1e-6, atol=1e-12)  # the gain is fp32
-
-
-# --- the log ----------------------------------------------------------------------------------------------------------
-
-
-def lines(folder) -> list[dict]:
-    return [line for line in map(json.loads, (folder / LOG_FILE).read_text().splitlines()) if "loss" in line]
-
-
-@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, False), (2, True)])
-def test_shares_of_the_gradient_equal_sums_over_parameters_by_name(tiny, tmp_path, stage, bf16):
-    model, trainer = build(flags(tiny, tmp_path, stage, max_steps=1, bf16=bf16))
-    words = {"vision_tower": "mm_vision_tower", "mm_projector.3": "mm_projector_norm", "mm_projector": "mm_mlp_adapter"}
-    squares: dict[str, float] = {}
-    for name, parameter in model.named_parameters():
-        part = next((part for word, part in words.items() if word in name), "mm_language_model")
-
-        def add(gradient, part=part):
-            squares[part] = squares.get(part, 0.0) + float(gradient.double().square().sum())
-
-        if parameter.requires_grad:
-            parameter.register_hook(add)
-    trainer.train()
-    (line,) = lines(tmp_path)
-    shares = {key.removeprefix("grad_share/"): value for key, value in line.items() if key.startswith("grad_share/")}
-    whole = sum(squares.values())
-    assert shares == pytest.approx({part: square / whole for part, square in squares.items()}, rel=1e-4)
-    assert len(shares) == (2 if stage == 1 else 4) and line["grad_norm"] == pytest.approx(whole**0.5, rel=1e-3)
-
-
-def test_a_line_says_how_many_steps_since_the_last_were_clipped(tiny, tmp_path):
-    options = {"max_steps": 6, "logging_steps": 1, "learning_rate": 0}
-    run(tiny, tmp_path / "each", 1, **options)
-    norms = [line["grad_norm"] for line in lines(tmp_path / "each")]
-    assert [line["clipped_share"] for line in lines(tmp_path / "each")] == [float(norm > 1) for norm in norms]
-    bound = sorted(norms)[3]
-    run(tiny, tmp_path / "some", 1, **options | {"logging_steps": 3, "max_grad_norm": bound - 1e-6 * bound})
-    expected = [sum(norm >= bound for norm in some) / 3 for some in (norms[:3], norms[3:])]
-    assert [line["clipped_share"] for line in lines(tmp_path / "some")] == pytest.approx(expected, rel=1e-5)
-    run(tiny, tmp_path / "never", 1, **options | {"max_grad_norm": 0})
-    assert [line["clipped_share"] for line in lines(tmp_path / "never")] == [0.0] * 6
-
-
-@pytest.mark.parametrize("value", [float, torch.tensor], ids=["host", "device"])
-def test_a_step_that_is_not_finite_counts_as_not_clipped(value):
-    clipping = Clipping(1.0)
-    for norm in (0.5, 2.0, math.inf, math.nan):
-        clipping.add(value(norm))
-    assert (int(clipping.clipped), clipping.steps) == (1, 4)

@@ -173,9 +173,9 @@ def test_relative_paths_start_from_the_working_directory_or_the_file(place, capl
 
 def test_a_skipped_step_names_the_files_record_not_the_epochs_place(place):
     table = load_records(mixture(place, CATS | {"weight": 1, "sampling_strategy": "end:3"}, DOGS | {"weight": 1}))
-    guard = NonFiniteGuard(table, 2)
+    guard = NonFiniteGuard(table)
     guard.start_step([[0, ~(len(table) - 1)]])
-    guard.add_loss(torch.tensor(math.nan))
+    guard.losses.append(torch.tensor(math.nan))
     assert not guard.is_applicable(math.nan, 1)
     named = re.findall(r"(\w+).jsonl: record (\d+) \(id '(\w+)-(\d+)'\)", guard._suspects())
     assert [name for name, *_ in named] == ["cats", "dogs"] and all(pair[:2] == pair[2:] for pair in named)

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import termios
-from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
@@ -77,26 +76,6 @@ def test_what_was_done_before_counts_as_done_and_not_as_pace(clock, capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_evaluation_time_counts_neither_for_the_rate_nor_the_time_left(clock, capsys):
-    paused = [3.0]
-    callback = telemetry.TrainingProgress(80, lambda: paused[0])
-    state = SimpleNamespace(max_steps=4, global_step=0, is_world_process_zero=True)
-    callback.on_train_begin(None, state, None)
-    for state.global_step in (1, 2):
-        clock.now += 40
-        callback.on_step_end(None, state, None)
-        clock.now += 60  # an evaluation
-        paused[0] += 60
-    state.global_step = 4
-    clock.now += 80
-    callback.on_step_end(None, state, None)
-    assert capsys.readouterr().err.splitlines() == [
-        "training: 1/4 steps [00:40<02:00, 40.00s/steps, 2 samples/s]",
-        "training: 2/4 steps [01:20<01:20, 40.00s/steps, 2 samples/s]",
-        "training: 4/4 steps [02:40<00:00, 40.00s/steps, 2 samples/s]",
-    ]
-
-
 def test_an_iterator_that_is_left_early_is_closed(clock, capsys):
     for item in progress(iter("abc"), "letters", total=3):
         clock.now += 60
@@ -136,7 +115,7 @@ def test_in_a_terminal_a_logged_step_is_one_line_above_the_bar():
     code = """
 from types import SimpleNamespace
 from llava.train.telemetry import TrainingProgress
-callback, state = TrainingProgress(8), SimpleNamespace(max_steps=2, global_step=0, is_world_process_zero=True)
+callback, state = TrainingProgress(), SimpleNamespace(max_steps=2, global_step=0, is_world_process_zero=True)
 callback.on_train_begin(None, state, None)
 for state.global_step in (1, 2):
     logs = {"loss": 2.5, "learning_rate": 8e-3, "norm/llm_input": 3.0, "norm/text_embeddings": 1.5, "grad_norm": 7.0}
@@ -148,7 +127,7 @@ callback.on_train_end(None, state, None)
 """
     lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in in_terminal(code).split("\n")]  # as last redrawn
     first, second, bar, *rest = lines
-    figures = "loss 2.5, learning rate 0.008, samples/s 12, visual over text norm 2"
+    figures = "loss 2.5, learning rate 0.008, samples/s 12, visual norm 3, text norm 1.5"
     assert (first, second) == (f"step 1: {figures}", f"step 2: {figures}")
     assert bar.startswith("training: 100%") and "2/2 steps" in bar and rest == [""]
 
@@ -173,7 +152,7 @@ def test_a_runs_log_holds_no_carriage_return_and_says_how_far_it_is(tiny, tmp_pa
     text = (tmp_path / "log").read_text()
     assert run.returncode == 0, text
     assert "\r" not in text and "%|" not in text
-    assert re.search(r"^training: 1/2 steps \[\d\d:\d\d<.* [\d.]+ samples/s\]$", text, re.MULTILINE)
-    assert re.search(r"^training: 2/2 steps .* loss [\d.]+, [\d.]+ samples/s\]$", text, re.MULTILINE)
+    assert re.search(r"^training: 1/2 steps \[\d\d:\d\d<.*\]$", text, re.MULTILINE)
+    assert re.search(r"^training: 2/2 steps .* loss [\d.]+, .*samples/s [\d.]+, .*\]$", text, re.MULTILINE)
     assert re.search(r"^step 1: eval/loss [\d.]+, eval/loss_image [\d.]+, ", text, re.MULTILINE)
     assert re.search(r"^evaluating: 1/\d+ micro-batches", text, re.MULTILINE)

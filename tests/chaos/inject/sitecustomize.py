@@ -46,7 +46,10 @@ def strike(chaos: dict, batches: list) -> None:
 
 def install(chaos: dict) -> None:
     """Wraps the trainer's methods."""
+    from llava.train import llava_trainer
     from llava.train.llava_trainer import LLaVATrainer
+
+    llava_trainer.MAX_NONFINITE_STEPS = chaos.get("limit", llava_trainer.MAX_NONFINITE_STEPS)
 
     def due(trainer) -> bool:
         if chaos.get("once") and Path(chaos["struck"]).exists():
