@@ -26,14 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from benchmarks.common import (
-    add_result_flags,
-    conversation_records,
-    memory_mib,
-    result_folder,
-    write_result,
-    write_texts,
-)
+from benchmarks import common
 from llava.utils.commands import Parser, whole
 from llava.utils.processes import descendants
 
@@ -46,7 +39,7 @@ def main() -> None:
     parser.add_argument("--records", type=whole(1), default=100_000)
     parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
     parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")
-    add_result_flags(parser, quick="a tenth of the records")
+    common.add_result_flags(parser, quick="a tenth of the records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -58,12 +51,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder), args.records, args.rows, args.distinct)
     meta = {"distinct_records": args.distinct, "distinct_pictures": _PICTURES}
-    print(write_result("data_preflight", rows, folder=result_folder(args), **meta))
+    print(common.write_result("data_preflight", rows, folder=common.result_folder(args), **meta))
 
 
 def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]:
     """A first and a second start for each kind of input."""
-    conversations = list(conversation_records(distinct, "x.jpg", text_only=0.1))
+    conversations = list(common.conversation_records(distinct, "x.jpg", text_only=0.1))
     pictures = [small_jpeg(seed) for seed in range(min(_PICTURES, records))]
     cases = [
         ("json and zip", write_json_and_zip(folder / "zip", conversations, pictures, records), True),
@@ -117,7 +110,7 @@ def run_watched(arguments: list[str | Path]) -> dict:
             sizes = []
             for member in (process.pid, *descendants(process.pid)):
                 with contextlib.suppress(OSError):  # it has just ended
-                    sizes.append(memory_mib(member, "Pss"))
+                    sizes.append(common.memory_mib(member, "Pss"))
             peak, most = max(peak, sum(sizes)), max(most, len(sizes))
             time.sleep(0.05)
         lines = process.stdout.read().strip().splitlines()
@@ -145,7 +138,7 @@ def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[b
         json.dumps(record | {"id": str(i)} | ({"image": f"{i % 100:05d}/{i}.jpg"} if "image" in record else {}))
         for i, record in numbered
     )
-    write_texts(folder / "data.json", texts)
+    common.write_texts(folder / "data.json", texts)
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
         for index in range(count):
             archive.writestr(f"{index % 100:05d}/{index}.jpg", pictures[index % len(pictures)])

@@ -5,9 +5,8 @@ a card of that size has free before anything is loaded. Nothing is run.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +20,6 @@ from llava.train.telemetry import Work, flop_costs, required_flops
 from llava.utils.commands import Parser
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen", "llama-3.2-3b", "qwen2.5-7b")
-SCRIPTS = {1: "pretrain", 2: "finetune"}
 SAMPLES = {1: SOURCES["llava-558k"].records, 2: SOURCES["llava-next"].records}
 TEXT, TARGETS = {1: 25, 2: 300}, {1: 20, 2: 200}  # tokens of a sample, on average
 COUNTS = (1, 8)
@@ -31,12 +29,10 @@ USABLE = 0.9 * (1 - 0.02)  # the share that a run takes; the driver and CUDA hav
 PCIE, HOST = 25e9, 50e9  # bytes per second to a card, and of the host's memory, which the ranks share
 
 
-@dataclass(frozen=True)
-class Card:
-    """A card's memory in GB as it is sold (GiB by its driver), and an example's dense bf16 peak."""
+class Card(NamedTuple):
+    """A card's memory in GB as it is sold (GiB by its driver), and its dense bf16 peak."""
 
     memory: int
-    example: str
     tflops: float
 
     @property
@@ -45,11 +41,10 @@ class Card:
         return USABLE * self.memory * GIB
 
 
-CARDS = (Card(24, "RTX 4090", 165), Card(48, "L40S", 362), Card(80, "H100", 989))
+CARDS = (Card(24, 165), Card(48, 362), Card(80, 989))  # RTX 4090, L40S, H100
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A stage of a preset, as its script resolves it."""
 
     name: str
@@ -61,7 +56,8 @@ class Recipe:
         return f"{self.stage}, LoRA" if self.lora else str(self.stage)
 
     def resolved(self) -> dict[str, Any]:
-        return resolved_run(SCRIPTS[self.stage], PRESET=self.name, NUM_GPUS=1, LORA=int(self.lora))
+        script = "pretrain" if self.stage == 1 else "finetune"
+        return resolved_run(script, PRESET=self.name, NUM_GPUS=1, LORA=int(self.lora))
 
 
 RECIPES = tuple(Recipe(name, *kind) for name in NAMES for kind in ((1, False), (2, False), (2, True)))

@@ -6,10 +6,9 @@ writes FOLDER/language_model and FOLDER/tower, which the recipes take as MODEL_P
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
@@ -31,30 +30,16 @@ def sizes_of(name: str) -> dict[str, Any]:
     return json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """Shapes of a language model and a tower, each the name of a file in `models`."""
 
     name: str
     tower_name: str
 
     @property
-    def model_type(self) -> str:
-        """A key of LLAVA_CLASSES."""
-        names = {"llama": "llava_llama", "qwen2": "llava_qwen", "qwen3": "llava_qwen3"}
-        return names[sizes_of(self.name)["model_type"]]
-
-    @property
     def language_model(self) -> dict[str, Any]:
-        return {k: v for k, v in sizes_of(self.name).items() if k not in ("model_type", "tie_word_embeddings")}
-
-    @property
-    def tied(self) -> bool:
-        return sizes_of(self.name)["tie_word_embeddings"]
-
-    @property
-    def tower(self) -> dict[str, Any]:
-        return {k: v for k, v in sizes_of(self.tower_name).items() if k != "model_type"}
+        """Fields of the language model's config."""
+        return {name: value for name, value in sizes_of(self.name).items() if name != "model_type"}
 
 
 PRESETS = {
@@ -75,9 +60,10 @@ def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fiel
     Args:
         fields: fields of the language model's config that replace the preset's.
     """
-    classes = LLAVA_CLASSES[preset.model_type]
-    config = classes.config(**preset.language_model | {"tie_word_embeddings": preset.tied} | fields)
-    config.mm_vision_config = SiglipVisionConfig(**preset.tower).to_dict()
+    names = {"llama": "llava_llama", "qwen2": "llava_qwen", "qwen3": "llava_qwen3"}
+    classes = LLAVA_CLASSES[names[sizes_of(preset.name)["model_type"]]]
+    config = classes.config(**preset.language_model | fields)
+    config.mm_vision_config = SiglipVisionConfig(**sizes_of(preset.tower_name)).to_dict()
     config.mm_projector_type, config.mm_projector_norm = "mlp2x_gelu", "none"
     config.tokenizer_model_max_length = 2048
     return _made(lambda: classes.causal_lm(config), device, dtype).train()

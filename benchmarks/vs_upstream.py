@@ -26,21 +26,12 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.common import (
-    ROOT,
-    add_result_flags,
-    emptied,
-    peak_mib,
-    preloaded_names,
-    ratio,
-    result_folder,
-    run_json,
-    write_result,
-)
+from benchmarks import common
 from benchmarks.shapes import sizes_of
 from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import Parser, whole
+from llava.utils.paths import ROOT
 from playground.scene_drawing import draw_scene, render
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
@@ -97,19 +88,19 @@ def main() -> None:
         "--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16 (demo: 8)"
     )
     args = parsed(parser)
-    work = emptied("vs_upstream")
+    work = common.emptied("vs_upstream")
     subprocess.run(
         ["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=os.environ | {"PREPARE_ONLY": "1"}, check=True
     )
     upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
     trees = {"upstream": (upstream / "bin/python", upstream / "original"), "this tree": (Path(sys.executable), ROOT)}
     make_models(args, work)
-    versions = run_json(
+    versions = common.run_json(
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
     meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
-    meta["preloaded"] = preloaded_names({} if args.bf16 else preloads(os.environ))
+    meta["preloaded"] = common.preloaded_names({} if args.bf16 else preloads(os.environ))
     for stage in args.stages:
         batch, steps = batch_of(args, stage), args.steps * (3 if stage == "pretrain" else 1)
         make_data(SIZES[args.size], work, stage, batch * steps)
@@ -128,7 +119,7 @@ def main() -> None:
         row |= ratios(ours, theirs)
         print(row, flush=True)
         name = f"vs_upstream_{args.size}_{stage}"
-        print(write_result(name, [row], folder=result_folder(args), upstream=versions, **meta))
+        print(common.write_result(name, [row], folder=common.result_folder(args), upstream=versions, **meta))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for all")
     parser.add_argument("--bf16", action="store_true", help="all train in bf16")
-    add_result_flags(parser, quick="one short run at the size tiny")
+    common.add_result_flags(parser, quick="one short run at the size tiny")
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -310,7 +301,7 @@ def run_logged(command: list[Path], variables: dict[str, str], folder: Path) -> 
         process = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                peak = peak_mib(process.pid) or peak
+                peak = common.peak_mib(process.pid) or peak
                 try:
                     process.wait(timeout=0.1)
                 except subprocess.TimeoutExpired:
@@ -331,7 +322,7 @@ def loss_difference(theirs: list[float], ours: list[float]) -> float:
 
 def ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
     """Median, minimum and maximum of this tree's samples per second over another's, round by round."""
-    over = ratio([run["rate"] for run in ours], [run["rate"] for run in theirs])
+    over = common.ratio([run["rate"] for run in ours], [run["rate"] for run in theirs])
     return {"ratio": over["median"], "ratio_min": over["min"], "ratio_max": over["max"]}
 
 
