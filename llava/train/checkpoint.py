@@ -403,6 +403,8 @@ def use_converted_states(start: Start, args: TrainingArguments) -> bool:
             f"states by python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {states} "
             f"--output_folder {states}_universal (it takes the same room on the disk again), and rerun the command"
         )
+    if args.load_best_model_at_end:  # it would fail after the last step: the best checkpoint may not be converted
+        raise ResumeError("--load_best_model_at_end True: not on another number of ranks than wrote the checkpoint")
     config = args.hf_deepspeed_config.config
     config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
     return True
