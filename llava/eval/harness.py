@@ -1,5 +1,6 @@
 """Runs tasks with the stock harnesses, and turns what they leave into results or names the samples that failed.
 
+`python -m llava.eval.harness lmms_eval|lm_eval ARGUMENTS` starts a stock harness that knows our model types.
 lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
 `<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
 wrong: a failure may be an empty answer, a missing sample, or a missing file.
@@ -10,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import runpy
 import shutil
 import sys
 import time
@@ -108,7 +110,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     if args.num_gpus > 1:
         command += ["-m", "accelerate.commands.launch", "--num_processes", str(args.num_gpus), "--num_machines", "1"]
         command += ["--main_process_port", "0", "--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["-m", "llava.eval.launch", tasks[0].harness]
+    command += ["-m", "llava.eval.harness", tasks[0].harness]
     if tasks[0].harness == "lmms_eval":
         place = "" if args.num_gpus else ",device_map=auto"  # else it takes the process's own GPU
         model = f"pretrained={pretrained},conv_template={settings['conv_template']}{place}"
@@ -154,7 +156,7 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
         raise EvaluationError(task.name, *problems)
     samples = task.samples(records)
     score = task.score(samples)
-    if not math.isclose(task.percent(value, len(samples)), score, abs_tol=1e-3):
+    if not math.isclose(task.percent(value, samples), score, abs_tol=1e-3):
         fault = f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %"
         raise EvaluationError(task.name, f"{fault}; this version of the harness may compute it differently")
     return TaskResult(task.metric, score, samples, task.chance_of(records), seconds, data)
@@ -209,3 +211,12 @@ def record_problem(task: Task, record: Record, allow_empty: bool) -> str:
         values = [response[0] for response in record["filtered_resps"]]
         fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
     return f"doc {doc_id(record)}: {fault}" if fault else ""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit("usage: python -m llava.eval.harness lmms_eval|lm_eval ARGUMENTS")
+    import llava.model.language_model.families  # noqa: F401  registers our types with the classes by which lm-eval loads
+
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

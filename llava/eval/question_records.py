@@ -74,7 +74,11 @@ class QuestionRecords(Sequence[Question]):
             raise ValueError(problem.message)
         if not isinstance(line.get("text"), str):
             raise ValueError(f"{problem.message}; a line of a question file has its words under 'text'")
-        record = as_conversation(self.records[place])
+        line = self.records[place]
+        text, pictures = line["text"], record_images(line)
+        if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):  # they come first
+            text = _SHOWN * len(pictures) + text
+        record = line | {"conversations": [{"from": "human", "value": text}]}
         if problem := record_problem(record):
             raise ValueError(problem.message)
         question = as_question(record, place)
@@ -109,14 +113,6 @@ class QuestionRecords(Sequence[Question]):
             more = [f"and {len(faults) - SHOWN_FAULTS} more"] * (len(faults) > SHOWN_FAULTS)
             shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
             raise ValueError(f"{setting}: {len(faults)} of {len(self)} questions cannot be used; fix them:\n  {shown}")
-
-
-def as_conversation(line: Record) -> Record:
-    """A line of a question file in LLaVA's form; its pictures come first where its text does not place them."""
-    text, pictures = line["text"], record_images(line)
-    if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):
-        text = _SHOWN * len(pictures) + text
-    return line | {"conversations": [{"from": "human", "value": text}]}
 
 
 def as_question(record: Record, place: int) -> Question:

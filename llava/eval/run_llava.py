@@ -40,7 +40,13 @@ def eval_model(args: Any) -> str:
     from llava.model.decoding import evaluation_options, unused
 
     pictures = [load_picture(source.strip()) for source in args.image_file.split(args.sep)]
-    question = place_images(args.query, len(pictures))
+    placed = args.query.count(IMAGE_PLACEHOLDER)
+    if placed not in (0, len(pictures)):
+        raise ValueError(
+            f"--query says {IMAGE_PLACEHOLDER} {placed} times, --image-file names {len(pictures)} pictures"
+        )
+    text = args.query.replace(IMAGE_PLACEHOLDER, DEFAULT_IMAGE_TOKEN)
+    question = text if placed else f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + text
     assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
     captions = f"{args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query"
     for note in (captions * is_captioner(assistant.template), unused(args.model_path, assistant.model.file_decoding)):
@@ -50,19 +56,6 @@ def eval_model(args: Any) -> str:
     (answer,) = assistant.answer([[{"from": "human", "value": question}]], pictures, **options)
     print(answer)
     return answer
-
-
-def place_images(query: str, num_pictures: int) -> str:
-    """The question with one `<image>` for every picture.
-
-    Raises ValueError: `<image-placeholder>` is in it, but not once for every picture.
-    """
-    named = query.count(IMAGE_PLACEHOLDER)
-    if not named:
-        return f"{DEFAULT_IMAGE_TOKEN}\n" * num_pictures + query
-    if named != num_pictures:
-        raise ValueError(f"--query says {IMAGE_PLACEHOLDER} {named} times, --image-file names {num_pictures} pictures")
-    return query.replace(IMAGE_PLACEHOLDER, DEFAULT_IMAGE_TOKEN)
 
 
 if __name__ == "__main__":

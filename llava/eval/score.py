@@ -90,26 +90,23 @@ def scored_line(line: Mapping, metric: str | None) -> Answered:
     """One line of an answer file; raises ValueError, KeyError, TypeError or AttributeError if it cannot be scored."""
     known = {**line, **(line.get("metadata") or {})}
     identifier = json.dumps(line["question_id"], ensure_ascii=False)
-    answer, expected, kind = line["text"], known.get("expected"), known.get("kind")
-    try:
-        used = metric_of(expected, kind, metric)
-        if not isinstance(answer, str):
-            raise ValueError(f"expected the answer as text, found {answer!r}")
-    except ValueError as error:
-        raise ValueError(f"question {identifier}: {error}") from None
-    expected = str(expected)
+    answer, kind = line["text"], known.get("kind")
+    expected: Any = known.get("expected")
+    used = metric_of(f"question {identifier}", expected, kind, metric)
+    if not isinstance(answer, str):
+        raise ValueError(f"question {identifier}: expected the answer as text, found {answer!r}")
     return Answered(identifier, float(is_right(used, answer, expected)), answer, expected, str(kind or used))
 
 
-def metric_of(expected: object, kind: object, metric: str | None = None) -> str:
-    """How a question is scored; raises ValueError unless it has an expected answer that this can score."""
+def metric_of(name: str, expected: Any, kind: Any, metric: str | None = None) -> str:
+    """How a question, called `name`, is scored; raises ValueError unless its expected answer can be scored so."""
     used = metric or kind or DEFAULT_KIND
     if used not in KINDS:
-        raise ValueError(f"kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
+        raise ValueError(f"{name}: kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
     if not isinstance(expected, str):
-        raise ValueError("no expected answer; use records that end with one, or add a field 'expected'")
+        raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
     if not can_expect(used, expected):
-        raise ValueError(f"{expected!r} cannot be the expected answer of a question of kind {used}")
+        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {used}")
     return used
 
 
@@ -121,8 +118,8 @@ def check_questions(data: str, image_folder: Path | None) -> None:
     places: dict[str, int] = {}
 
     def has_score(index: int, question: "Question", sizes: object) -> None:
-        metric_of(question.expected, question.kind)
         identifier = json.dumps(question.identifier, ensure_ascii=False)
+        metric_of(f"question {identifier}", question.expected, question.kind)
         if (first := places.setdefault(identifier, index)) != index:
             raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
 

@@ -10,7 +10,6 @@ from llava.utils.paths import CODE, WORK
 Record = Mapping[str, Any]
 Reader = Callable[[Sequence[Record], str, str], Iterable[Answered]]
 """From a harness's records, the metric and `Task.kind` to samples, one for each question."""
-MME_POINTS = 2000  # of the ten categories of MME's perception
 OWN_TASKS = CODE / "playground/tasks"
 OWN_DATA = WORK / "playground/data/harness"
 
@@ -90,13 +89,16 @@ def seedbench(records: Sequence[Record], metric: str, kind: str) -> Iterator[Ans
 
 
 def mme(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
-    """Reads MME's questions of perception; an id starts with the picture's, of which there are two.
-
-    Questions of cognition have no part in the score.
-    """
+    """Reads MME's perception: a sample for each picture, half its score for the share of its two questions that are
+    right, half for both right; questions of cognition have no part in the score."""
+    pictures: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if verdict := record.get(metric):
-            yield sample_of(record, verdict | {"id": f"{verdict['question_id']}:{doc_id(record)}"}, kind)
+            pictures.setdefault((verdict[kind], verdict["question_id"]), []).append(record)
+    for (category, picture), pair in pictures.items():
+        right = [record[metric]["score"] for record in pair]
+        answer, target = (" | ".join(map(read, pair)) for read in (answer_of, lambda record: str(record["target"])))
+        yield Answered(f"{category}/{picture}", (sum(right) / len(right) + all(right)) / 2, answer, target, category)
 
 
 # --- scores in percent ------------------------------------------------------------------------------------------------
@@ -114,15 +116,8 @@ def mean_of_groups(samples: Sequence[Answered]) -> float:
 
 
 def mme_points(samples: Sequence[Answered]) -> float:
-    """MME's perception in percent of its points: in each category 100 for accuracy, 100 for pairs all right."""
-    pairs: dict[str | None, dict[str, list[float]]] = {}
-    for sample in samples:
-        pairs.setdefault(sample.group, {}).setdefault(sample.id.rpartition(":")[0], []).append(sample.score)
-    points = [
-        sum(100 * sum(pair) / len(pair) + 100 * all(pair) for pair in of_category.values()) / len(of_category)
-        for of_category in pairs.values()
-    ]
-    return sum(points) / MME_POINTS * 100
+    """MME's points for everything right: 200 in each of the categories asked, 2,000 in all ten of perception."""
+    return 200 * len({sample.group for sample in samples})
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class Task:
     read: Reader = plain
     kind: str = ""  # the field of a verdict that has the kind of question
     score: Callable[[Sequence[Answered]], float] = mean  # percent, which must equal what the harness computed
-    unit: float | None = 1  # the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench)
+    unit: Callable[[Sequence[Answered]], float] = lambda samples: 1  # the harness's number for 100 %
     chance: float | None = None  # percent that guessing reaches, where that is known
     own: bool = False  # one of `playground/tasks`, whose verdicts say a question's id, kind and chance
 
@@ -155,17 +150,17 @@ class Task:
             return self.chance
         return sum(record["accuracy"]["chance"] for record in records) * 100 / len(records)
 
-    def percent(self, value: float, num_samples: int) -> float:
-        """The harness's score in percent of the samples."""
-        return value * 100 / (num_samples / 1000 if self.unit is None else self.unit)
+    def percent(self, value: float, samples: Sequence[Answered]) -> float:
+        """The harness's score in percent."""
+        return value * 100 / self.unit(samples)
 
 
-_MMBENCH: dict[str, Any] = {"read": mmbench, "unit": 100}
+_MMBENCH: dict[str, Any] = {"read": mmbench, "unit": lambda samples: 100}
 _MMSTAR: dict[str, Any] = {"kind": "l2_category", "score": mean_of_groups, "chance": 25}
-_OCRBENCH: dict[str, Any] = {"kind": "question_type", "unit": None}
+_OCRBENCH: dict[str, Any] = {"kind": "question_type", "unit": lambda samples: len(samples) / 1000}
 _SEED: dict[str, Any] = {"read": seedbench, "chance": 25}
 _LIKELIHOOD: dict[str, Any] = {"read": likelihood, "chance": 25}
-_MME: dict[str, Any] = {"read": mme, "kind": "category", "score": mme_points, "unit": MME_POINTS}
+_MME: dict[str, Any] = {"read": mme, "kind": "category", "score": mean_of_groups, "unit": mme_points}
 _OWN: dict[str, Any] = {"metric": "accuracy,none", "kind": "kind", "own": True}
 _TASKS = (
     Task("mmbench_en_dev_static", "lmms-lab-encoder/MMBench", "gpt_eval_score,none", "MMBench-EN", **_MMBENCH),

@@ -71,8 +71,8 @@ def test_every_unmodified_task_gives_the_known_score(output, name):
     """`collect` refuses a score that the samples do not give."""
     result = collect(TASKS[name], output / name, seconds=1)
     if name == "mme":  # of two pictures with two questions each, one is half right; those of cognition are not counted
-        assert result.score == pytest.approx(100 * (50 + 200) / 2 / 2000, abs=1e-3)
-        assert [sample.score for sample in result.samples] == [1, 0, 1, 1] and by_group(result) == {"color": 75}
+        assert result.score == pytest.approx(100 * (50 + 200) / 2 / 200, abs=1e-3)
+        assert [sample.score for sample in result.samples] == [0.25, 1] and by_group(result) == {"color": 62.5}
         return
     assert result.score == pytest.approx(100 * 5 / 7, abs=1e-3)
     said = [table_benchmarks.says(name, colour) for colour, _ in PLAN]

@@ -162,7 +162,7 @@ OUTSIDE = {
 }  # fmt: skip
 OUTSIDE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "VLLM_PLUGINS", "WANDB_MODE"}
 OWN = ("llava", "playground", "benchmarks")
-WITHOUT_HELP = ("llava.eval.launch",)  # hands all further words to a harness
+WITHOUT_HELP = ("llava.eval.harness",)  # hands all further words to a harness
 WITH_COMMANDS = ("llava.analysis", "llava.compare", "llava.export", "playground")
 # The parser behind a script's further flags.
 BEHIND = {
