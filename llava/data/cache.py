@@ -34,11 +34,8 @@ def made_once(
 ) -> Path:
     """The file `name` in the first of `folders` that has it; otherwise it is made in the first that can be written.
 
-    Args:
-        name: the file's name, which carries content, version and kind.
-        folders: from `cache_folders`.
-        make: writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind.
-        is_current: whether an undamaged cached file may be used; otherwise it is made again too.
+    `make` writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind. A
+    cached file that is not `is_current` is made again too.
 
     Raises:
         OSError: no folder can be written.

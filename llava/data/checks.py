@@ -1,4 +1,4 @@
-"""What is wrong with a single record: its fields, its text, its placeholders.
+"""What a record is, where its images are, and what is wrong with a single one: its fields, text, placeholders.
 
 A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `images` is another name of
 `image`, and text-only records have neither. Further fields are kept, not read. A row of a Parquet file may hold its
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from llava.constants import DEFAULT_IMAGE_TOKEN
 
 Record = dict[str, Any]
-LONGEST_RECORD = 1 << 24
-"""Characters of JSON. A longer record is a fault, since tokenising it would hold up a worker for minutes."""
 IMAGE_KEYS = ("image", "images")
 """Names of the field that holds a record's images; both mean the same."""
 TURN_KEYS = ("conversations", "messages", "conversation")
@@ -25,7 +23,6 @@ _MARKER = re.compile(
     r"</?(?:img|Image|IMAGE)>|<image[_-](?:\d+|token|placeholder)>|<\|(?:image|image_pad|image_\d+|img|vision_start)\|>|\[IMG\]"
     r"|data:image/\w+;base64,"
 )
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _NO_PATH = ("data:", "http://", "https://")
 
 
@@ -85,16 +82,6 @@ class Element(NamedTuple):
     problem: Problem | None
 
 
-class RepeatedKeys(dict):
-    """A JSON object in which a key occurs twice; programs differ in which of the values they take."""
-
-
-def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of a JSON parser: a dict, or a `RepeatedKeys` where a key occurs twice."""
-    fields = dict(pairs)
-    return fields if len(fields) == len(pairs) else RepeatedKeys(fields)
-
-
 def record_name(record: object, index: int) -> str:
     """A record's name in messages: its index, and its id if it has one."""
     identifier = record.get("id") if isinstance(record, dict) else None
@@ -116,8 +103,6 @@ def record_problem(record: object) -> Problem | None:
     """What is wrong with a record, or None."""
     if not isinstance(record, dict):
         return Problem("schema", f"expected an object, found {type(record).__name__}")
-    if isinstance(record, RepeatedKeys):
-        return Problem("json", "a key occurs twice; write every key once")
     turns = record.get("conversations")
     if not isinstance(turns, list) or not turns:
         key = next((key for key in TURN_KEYS if key in record), None)
@@ -128,8 +113,9 @@ def record_problem(record: object) -> Problem | None:
         )
         return Problem("schema", f"expected a non-empty list under {found}")
     for number, turn in enumerate(turns):
-        if problem := _turn_problem(turn):
-            return Problem(problem.kind, f"turn {number}: {problem.message}")
+        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+            forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
+            return Problem("schema", f"turn {number}: expected {forms}, found {turn!r:.80}")
     keys, images = image_keys(record), record_images(record)
     if len(keys) > 1:
         return Problem("schema", "images under 'image' and under 'images'; keep one of the two")
@@ -139,17 +125,6 @@ def record_problem(record: object) -> Problem | None:
         if isinstance(image, str) and (not image.strip() or image.startswith(_NO_PATH)):
             return Problem("schema", f"{keys[0]!r}: {image!r:.80} is not a path; save the picture below --image_folder")
     return placeholder_problem(record, images)
-
-
-def _turn_problem(turn: object) -> Problem | None:
-    if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-        forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
-        return Problem("schema", f"expected {forms}, found {turn!r:.80}")
-    if isinstance(turn, RepeatedKeys):
-        return Problem("json", "a key occurs twice; write every key once")
-    if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
-        return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer accepts")
-    return None
 
 
 def placeholder_problem(record: Record, images: list[ImagePlace]) -> Problem | None:
@@ -181,13 +156,3 @@ def _fields(record: Record) -> str:
 def starts_from(path: str | Path) -> str:
     """What messages append to a path that does not exist: the folder that it starts from, if it is relative."""
     return "" if Path(path).is_absolute() else f" (from {Path.cwd()})"
-
-
-def text_problem(text: str) -> Problem | None:
-    """What is wrong with a record's JSON text, read with `errors="surrogateescape"`, or None."""
-    if len(text) > LONGEST_RECORD:
-        return Problem("text", f"{len(text):,} characters of JSON; expected at most {LONGEST_RECORD:,}")
-    if not text.isascii() and (surrogate := _SURROGATE.search(text)):
-        byte, before = ord(surrogate.group()) & 0xFF, text[max(0, surrogate.start() - 30) : surrogate.start()]
-        return Problem("text", f"not UTF-8: byte 0x{byte:02x} after {before!r}")
-    return None

@@ -35,8 +35,7 @@ class DataCollatorForSupervisedDataset:
         pad_token_id: fills `input_ids`; masked out everywhere.
         num_visual_tokens: V, the tokens that one placeholder expands to; None leaves the layout to the model.
         max_length: length at which samples are cut, counted after expansion.
-        padding_free: the model's `padding_free`.
-        crop_rules: the model's, where its images have different numbers of crops.
+        padding_free, crop_rules: the model's.
     """
 
     def __init__(
@@ -47,24 +46,19 @@ class DataCollatorForSupervisedDataset:
         padding_free: bool = True,
         crop_rules: CropRules | None = None,
     ):
-        self.pad_token_id = pad_token_id
-        self.num_visual_tokens = num_visual_tokens
-        self.max_length = max_length
-        self.padding_free = padding_free
-        self.crop_rules = crop_rules
+        self.pad_token_id, self.num_visual_tokens, self.max_length = pad_token_id, num_visual_tokens, max_length
+        self.padding_free, self.crop_rules = padding_free, crop_rules
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """The batch of `samples`."""
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        ids, labels = [s["input_ids"] for s in samples], [s["labels"] for s in samples]
+        lengths = torch.tensor([len(row) for row in ids])
         batch: Batch = {
-            "input_ids": pad_sequence(
-                [s["input_ids"] for s in samples], batch_first=True, padding_value=self.pad_token_id
-            ),
-            "labels": pad_sequence([s["labels"] for s in samples], batch_first=True, padding_value=IGNORE_INDEX),
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
             "attention_mask": torch.arange(int(lengths.max())) < lengths[:, None],
         }
-        images = [sample["images"] for sample in samples if "images" in sample]
-        if images:
+        if images := [sample["images"] for sample in samples if "images" in sample]:
             batch["images"] = torch.cat(images)
         if self.num_visual_tokens is not None:
             batch["layout"] = self._layout(samples, self.num_visual_tokens, batch)
@@ -74,16 +68,9 @@ class DataCollatorForSupervisedDataset:
 
     def _layout(self, samples: Sequence[Sample], num_visual_tokens: int, batch: Batch) -> Layout:
         pictures = [picture for sample in samples for picture in sample.get("pictures", ())]
+        visual_tokens = [num_visual_tokens] * len(batch.get("images", ()))
         if pictures and self.crop_rules is not None:
             visual_tokens = [self.crop_rules.visual_tokens(picture) for picture in pictures]
-        else:
-            visual_tokens = [num_visual_tokens] * len(batch.get("images", ()))
-        layout = lay_out(
-            batch["input_ids"],
-            batch["attention_mask"],
-            batch["labels"],
-            visual_tokens,
-            self.max_length,
-            pictures or None,
-        )
+        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+        layout = lay_out(ids, mask, labels, visual_tokens, self.max_length, pictures or None)
         return layout if self.padding_free else pad_layout(layout)

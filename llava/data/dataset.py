@@ -1,34 +1,46 @@
-"""From a record to tensors: tokens, labels and pixels of one sample.
+"""From a record to tensors: tokens, labels and pixels of one sample; and the lengths of all samples.
 
-Shapes: S tokens of the sample (an image placeholder counts as one), n images of the sample.
+Lengths need every record tokenised once, by all cores; the counts stay on disk beside the data.
+
+Shapes: S tokens of the sample (an image placeholder counts as one), n images of the sample, N samples.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TypedDict, TypeVar
 
 import numpy as np
+import tokenizers
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
+import llava
 from llava.anyres import CropRules, Picture
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
+from llava.data.cache import made_once
 from llava.data.checks import ImagePlace, Record, placeholder_problem, record_images
 from llava.data.images import ImageError, ImageStore
-from llava.data.lengths import Tokenization, lengths_from_counts, token_counts, whole_lengths
+from llava.data.parallel import in_processes
 from llava.data.preprocess import TokenizedSample, preprocess
-from llava.data.table import RecordTable, name_of
-from llava.data.turns import LabelMasking, check_has_image
+from llava.data.records import RecordTable, name_of
+from llava.data.turns import LabelMasking
 from llava.mm_utils import process_prompt_images
+from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+_PIECE = 256  # records that a process counts at a time
+_WORTH_PROCESSES = 4096  # records
+_DATA_CODE = ("checks", "messages", "parquet_files", "preprocess", "turns")
+_CODE = ("conversation", "mm_utils", *(f"data/{name}" for name in _DATA_CODE))
 
 
 class Sample(TypedDict, total=False):
@@ -45,16 +57,16 @@ class LazySupervisedDataset(Dataset):
     """Tokenises and decodes each sample when it is needed.
 
     Args:
-        records: checked records, a `RecordTable` or a list.
-        tokenizer: the LLM's fast tokenizer.
+        records: checked records.
+        tokenizer: a fast one.
         version: name of the conversation template.
         image_processor: the vision tower's; None for text-only data.
-        image_folder: where the images are: a folder, a zip file, or a store of images.
+        image_folder: a folder, a zip file, or a store of images.
         image_aspect_ratio: `pad` or `square` (plain resize), as `--image_aspect_ratio`.
         num_visual_tokens: V, the tokens that one placeholder expands to.
         model_max_length: length at which samples are cut, counted after expansion.
         label_masking: `assistant` or `upstream`.
-        show_progress: whether measuring all lengths shows a progress bar.
+        show_progress: of measuring all lengths.
         pixel_dtype: type of `images`: the tower's, so that batches are no larger than it needs.
         crop_rules: the model's; where they are `anyres`, they replace `image_aspect_ratio` and `num_visual_tokens`.
     """
@@ -149,7 +161,6 @@ class LazySupervisedDataset(Dataset):
         try:
             if problem := placeholder_problem(record, places):
                 raise ValueError(problem.message)
-            check_has_image(self.template, bool(places))
             options = {"label_masking": self.label_masking, "has_image": bool(places)}
             sample = preprocess(record["conversations"], self.tokenizer, self.template, **options)
             if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != len(places):
@@ -178,15 +189,40 @@ class LazySupervisedDataset(Dataset):
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
             raise kind(f"{name_of(self.records, index)}: {error}") from error
 
-    # --- lengths ---
-
     def token_counts(self) -> np.ndarray:
-        """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3]."""
-        settings = Tokenization(self.tokenizer, self.template, self.label_masking)
-        return token_counts(self.records, self._token_ids, settings, self.show_progress)
+        """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3].
 
-    def _token_ids(self, index: int) -> torch.Tensor:
-        return self.tokenize(index).input_ids
+        Those of a list are measured at every call, those of a `RecordTable` once, and then mapped from the cache. They
+        give the length for any number of visual tokens and any maximum.
+        """
+        if not isinstance(self.records, RecordTable):
+            return self._measured_counts()
+
+        def write(target: Path) -> None:
+            with target.open("wb") as file:
+                np.save(file, self._measured_counts())
+
+        name = f"{self.records.key[:16]}.{self._tokenization()[:16]}.counts.npy"
+        return np.load(made_once(name, self.records.folders, write), mmap_mode="r")
+
+    def _tokenization(self) -> str:
+        """SHA-256 of what decides a record's token ids, besides the record: settings, and the code."""
+        settings = [
+            tokenizers.__version__,
+            type(self.tokenizer).__name__,
+            repr((self.tokenizer.bos_token, self.tokenizer.split_special_tokens)),
+            self.tokenizer.backend_tokenizer.to_str(),
+            repr(self.template),
+            self.label_masking,
+            *(Path(llava.__path__[0], f"{module}.py").read_text() for module in _CODE),
+        ]
+        return sha256("\0".join(settings).encode()).hexdigest()
+
+    def _measured_counts(self) -> np.ndarray:
+        pieces = [range(start, min(start + _PIECE, len(self))) for start in range(0, len(self), _PIECE)]
+        parts = in_processes(_counts, self, pieces, worth=len(self) >= _WORTH_PROCESSES)
+        shown = progress(parts, "measuring lengths", "pieces", total=len(pieces), hidden=not self.show_progress)
+        return np.concatenate([np.zeros((0, 3), np.int32), *shown])
 
     def image_sizes(self) -> np.ndarray:
         """Width and height of every sample's only picture, int32 [N, 2], as the preflight found them; else zeros."""
@@ -215,17 +251,27 @@ class LazySupervisedDataset(Dataset):
 
     def whole_lengths(self) -> np.ndarray:
         """Length [N] of every sample after expansion, not cut."""
-        return whole_lengths(self.token_counts(), self.visual_tokens())
+        text, images = self.token_counts()[:, :2].astype(np.int64).T
+        return text + images * self.visual_tokens()
 
     def modality_lengths(self) -> np.ndarray:
-        """Length [N] of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
+        """Length [N] of every sample after expansion and cut; negative where no image is left (LLaVA's convention)."""
         if self._lengths is None:
-            counts, visual_tokens = self.token_counts(), self.visual_tokens()
-            self._lengths = lengths_from_counts(counts, visual_tokens, self.model_max_length)
-            whole = whole_lengths(counts, visual_tokens)
-            if too_long := int((whole > self.model_max_length).sum()):
+            counts, whole, longest = self.token_counts(), self.whole_lengths(), self.model_max_length
+            lengths = np.minimum(whole, longest)
+            self._lengths = np.where((counts[:, 1] > 0) & (counts[:, 2] < longest), lengths, -lengths)
+            if too_long := int((whole > longest).sum()):
                 logger.info(
                     "%d of %d samples are cut to --model_max_length %d; the longest has %d tokens",
-                    too_long, len(whole), self.model_max_length, whole.max(),
+                    too_long, len(whole), longest, whole.max(),
                 )  # fmt: skip
         return self._lengths
+
+
+def _counts(dataset: LazySupervisedDataset, indices: range) -> np.ndarray:
+    counts = []
+    for index in indices:
+        is_image = dataset.tokenize(index).input_ids.numpy() == IMAGE_TOKEN_INDEX
+        images = int(is_image.sum())
+        counts.append((len(is_image) - images, images, int(is_image.argmax())))  # argmax is 0 without images
+    return np.array(counts, np.int32)

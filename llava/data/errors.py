@@ -5,14 +5,10 @@ from contextlib import contextmanager
 
 
 class DataError(ValueError):
-    """Data that cannot be read.
+    """Data that cannot be read: `source` is a file, folder or data set, with the line or entry where that is known.
 
-    Args:
-        source: the file, folder or data set; with the line, or the entry of a mixture, where that is known.
-        problem: what was expected, what is there, and what to do.
-
-    Attributes:
-        flag: the flag that gave the source, as messages begin; empty until `named_by` sets it.
+    `problem` says what was expected, what is there, and what to do; `flag`, which messages begin with, is empty until
+    `named_by` sets it.
     """
 
     def __init__(self, source: object, problem: str):

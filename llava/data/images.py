@@ -35,6 +35,8 @@ LARGEST_FILE = 1 << 29
 """Bytes; more than any picture has within Pillow's limit of pixels."""
 # EPS would start another program; the other formats that are missing here are no pictures, or not used for data.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
+Image.init()
+_KNOWN_FORMATS = tuple(name for name in _FORMATS if name in Image.OPEN)  # that this Pillow was built with
 
 
 class ImageError(ValueError):
@@ -50,7 +52,7 @@ class ImageStore:
 
     Args:
         image_folder: a folder, a `.zip` file, or None for the working directory.
-        cache_dir: where a zip file's list of members is kept; by default `.llava_cache` beside it.
+        cache_dir: see `ZipMembers`.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
         orientation: `stored` or `exif`, see `llava.utils.pixels`.
@@ -174,11 +176,9 @@ class ImageStore:
         except ValueError as error:  # a name that no file can have
             raise OSError(str(error)) from error
         if status is None:
-            raise ImageError(
-                "image_outside",
-                f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
-                "holds all images or links to them, or give a mixture's entries folders of their own",
-            )
+            advice = "name a folder that holds all images or links to them, or give a mixture's entries their own"
+            message = f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); {advice}"
+            raise ImageError("image_outside", message)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
         if not 0 < status.st_size <= LARGEST_FILE:
@@ -211,7 +211,7 @@ def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(source, formats=_known_formats()) as picture:
+        with Image.open(source, formats=_KNOWN_FORMATS) as picture:
             check_header(picture)
             yield picture
 
@@ -224,10 +224,3 @@ def decoded(picture: Image.Image, orientation: str = "stored") -> Image.Image:
     """
     picture.load()
     return upright(to_rgb(picture) if has_wide_levels(picture) else picture, orientation)
-
-
-@functools.cache
-def _known_formats() -> tuple[str, ...]:
-    """Those of `_FORMATS` that this Pillow was built with."""
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)

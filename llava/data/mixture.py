@@ -1,14 +1,6 @@
 """A mixture of data sets, described by a YAML file: LLaVA-NeXT's form, to which we add weights, names, image folders.
 
-    datasets:
-      - json_path: scenes.jsonl          # whatever --data_path takes
-        sampling_strategy: random:25%    # all, first:N, end:N or random:N; N a number or a percentage
-        weight: 0.3                      # share of an epoch; all entries have a weight, or none
-        image_folder: scenes/images      # default: --image_folder
-        name: scenes                     # default: the file's name without its ending
-    epoch_samples: 10000                 # with weights; default: as many as the entries' sampling leaves
-
-`llava.data.table` draws an epoch's records.
+docs/data.md shows the file; `RecordTable.epoch` draws an epoch's records.
 """
 
 import logging
@@ -105,12 +97,9 @@ def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
     if weight is not None and not (type(weight) in (int, float) and 0 < weight < math.inf):
         raise ValueError(f"'weight' is {weight!r:.80}; expected a number above 0")
     if before and (weight is None) != (before[0].weight is None):
-        found = "has no 'weight', but others have" if weight is None else "has a 'weight', but others have none"
-        raise ValueError(f"{found}; give all a weight, or none")
+        raise ValueError("some entries have a 'weight', and others have none; give all a weight, or none")
     if folder is not None and not Path(folder := _place(path, folder)).exists():
         raise ValueError(f"image_folder {folder}: no such folder or zip file{starts_from(folder)}")
-    if fields["json_path"].endswith(MIXTURES):
-        raise ValueError("a mixture in a mixture; name its data sets here instead")
     data_path = ",".join(_place(path, part.strip()) for part in fields["json_path"].split(","))
     name = fields.get("name") or Path(fields["json_path"]).stem
     if name in (names := [entry.name for entry in before]):

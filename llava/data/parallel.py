@@ -18,11 +18,7 @@ def in_processes(
 ) -> Iterator[Result]:
     """Yields `function(state, piece)` for every piece, in order.
 
-    Args:
-        function: a function of a module; with `worth` it runs in as many processes as this one may use cores.
-        state: is sent to each process once.
-        pieces: small descriptions of parts of the work.
-        worth: whether there is enough work to start processes for; if not, it is done in this process.
+    If the work is `worth` it, as many processes as this one may use cores do it, and each gets `state` once.
 
     Raises:
         ChildProcessError: a process was killed, or a library ended it; the message names the first missing piece.
@@ -38,10 +34,9 @@ def in_processes(
             try:
                 result = next(results)
             except BrokenProcessPool:
-                raise ChildProcessError(
-                    f"a process working on {piece}, or shortly after it, was killed; the system does that when "
-                    "memory runs out, and damaged data may end a process too"
-                ) from None
+                reasons = "the system does that when memory runs out, and damaged data may end a process too"
+                message = f"a process working on {piece}, or shortly after it, was killed; {reasons}"
+                raise ChildProcessError(message) from None
             yield result
 
 

@@ -4,13 +4,11 @@ Columns: `conversations` (list of structs with `from` and `value`) or chat messa
 `id`, `image` (or `images`) and further columns of text, numbers or booleans. `image` is a struct of `bytes` and `path`
 (as the `datasets` library writes it), bytes, a path, or a list of any of these; null or an empty list means text only.
 
-A row's bytes cannot be reached without reading the pages before it in its row group, so shards for training should have
-row groups of a few tens of MB at most (100 rows, the `datasets` library's choice for images).
+A row's bytes cannot be reached without reading the pages before it in its row group: small groups are best.
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
@@ -23,7 +21,7 @@ from pyarrow import types
 
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Element, RowImage
 from llava.data.errors import DataError
-from llava.data.messages import TURN_PAIR, checked_element
+from llava.data.messages import checked_element
 
 OTHER_FORMS = "docs/data.md, Other forms, makes records of CSV files and of questions and answers"
 _ROWS = 1024
@@ -33,11 +31,7 @@ _OPEN_SHARDS = 8
 
 
 def read_rows(path: Path, text_columns: list[str] | None = None) -> Iterator[Element]:
-    """The records of a shard, in order, each checked separately.
-
-    Args:
-        path: the shard.
-        text_columns: what is read besides the images; by default what makes a record.
+    """The records of a shard, in order, each checked separately; `text_columns` by default are what makes a record.
 
     Raises:
         DataError: the file is damaged or not Parquet, or a column is missing or of another type; the message names it.
@@ -87,9 +81,6 @@ def _parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
         raise DataError(path, f"cannot be read as Parquet ({error})") from error
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     """The columns that make up the records' text, without the images; those of turns come first."""
     if not (turns := turn_columns(schema)):
@@ -101,9 +92,7 @@ def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
 
 def turn_columns(schema: pa.Schema) -> list[str]:
     """The columns that hold turns, or should."""
-    turns = [name for name in TURN_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
-    parts = [name for name in TURN_PAIR if name in schema.names and _is_list(schema.field(name).type)]
-    return turns or (parts if len(parts) == 2 else [])
+    return [name for name in TURN_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -120,7 +109,6 @@ class _ImageColumns(NamedTuple):
     name: str = ""
     bytes: str | None = None
     paths: str | None = None
-    is_list: bool = False
 
 
 def _image_columns(file: pq.ParquetFile, path: Path) -> _ImageColumns:
@@ -148,10 +136,7 @@ def _image_columns(file: pq.ParquetFile, path: Path) -> _ImageColumns:
     every = [file.schema.column(number).path for number in range(len(file.schema))]
     leaves = [leaf for leaf in every if f"{leaf}.".startswith(f"{name}.")]
     paths = next((leaf for leaf in leaves if "path" in fields and leaf.endswith(".path")), None)
-    return _ImageColumns(name, next(leaf for leaf in leaves if leaf.endswith(end)), paths, _is_list(kind))
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
+    return _ImageColumns(name, next(leaf for leaf in leaves if leaf.endswith(end)), paths)
 
 
 def _group_rows(
@@ -184,23 +169,24 @@ def _places(paths: Any, has_bytes: Any, shard: str, row: int, number: int | None
 
 def _with_bytes(file: pq.ParquetFile, group: int, images: _ImageColumns) -> list[Any]:
     """Which images of a row group are bytes, True or False, or a list of these; bytes are read only if need be."""
+
+    def held(leaf: str | None, field: str, rows: int) -> list[Any]:
+        batches = file.iter_batches(rows, row_groups=[group], columns=[leaf], use_threads=False)
+        return [_is_there(row, field) for batch in batches for row in batch.column(0).to_pylist()]
+
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(metadata.num_columns))
     statistics = next(column.statistics for column in columns if column.path_in_schema == images.bytes)
     nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
-    if nulls == 0 and not images.is_list:
-        return [True] * metadata.num_rows
     if nulls is not None and images.paths:
         # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
-        table = file.read_row_group(group, columns=[images.paths], use_threads=False)
-        there = [_is_there(row) for row in table.column(images.name).to_pylist()]
+        there = held(images.paths, "", _ROWS)
         if sum(row.count(False) or not row if isinstance(row, list) else not row for row in there) == nulls:
             return there
-    batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[images.bytes], use_threads=False)
-    return [_is_there(row, "bytes") for batch in batches for row in batch.column(0).to_pylist()]
+    return held(images.bytes, "bytes", _IMAGES)
 
 
-def _is_there(value: Any, field: str = "") -> bool | list[Any]:
+def _is_there(value: Any, field: str) -> bool | list[Any]:
     """Whether an image is not null, or the `field` of its struct; for a list, whether each of its images is."""
     if isinstance(value, list):
         return [_is_there(image, field) for image in value]
@@ -211,9 +197,6 @@ def _lost_rows(group: int, rows: int, file: pq.ParquetFile) -> str:
     """The problem of a row group that has fewer rows than the footer says: a damaged page was passed over."""
     expected = f"the footer says {file.metadata.row_group(group).num_rows}"
     return f"row group {group} has {rows} rows, but {expected}; the file is damaged: fetch or write it again"
-
-
-# --- images -----------------------------------------------------------------------------------------------------------
 
 
 class LostRows(ValueError):
@@ -227,14 +210,17 @@ class RowReader:
     """
 
     def __init__(self) -> None:
-        self._shards: OrderedDict[str, tuple[pq.ParquetFile, str, list[int]]] = OrderedDict()
-        self._group: tuple[str, int] | None = None
-        self._batches: Iterator[pa.RecordBatch] = iter(())
-        self._held: pa.Array | None = None
-        self._first = 0  # row of the first held value
+        self._shards: dict[str, tuple[pq.ParquetFile, str, list[int]]] = {}  # the one used last comes last
+        self._forget()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return RowReader, ()
+
+    def _forget(self) -> None:
+        self._group: tuple[str, int] | None = None
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._held: Sequence[Any] = ()
+        self._first = 0  # row of the first held value
 
     def read(self, image: RowImage) -> bytes:
         """The bytes of the image in its row.
@@ -247,7 +233,7 @@ class RowReader:
             value = self._find(image)
         except Exception as error:  # pyarrow raises whatever damaged bytes lead it to
             # After an error a reader continues past the damage, as if the rows there were the next: it is closed.
-            self._group, self._held, self._batches = None, None, iter(())
+            self._forget()
             if image.shard in self._shards:
                 self._shards.pop(image.shard)[0].close()
             if isinstance(error, (OSError, LostRows)):
@@ -262,9 +248,9 @@ class RowReader:
         group = bisect_right(starts, image.row) - 1
         if self._group != (image.shard, group) or image.row < self._first:
             self._batches = file.iter_batches(_IMAGES, row_groups=[group], columns=[leaf], use_threads=False)
-            self._group, self._held, self._first = (image.shard, group), None, starts[group]
-        while self._held is None or image.row - self._first >= len(self._held):
-            self._first += 0 if self._held is None else len(self._held)
+            self._group, self._held, self._first = (image.shard, group), (), starts[group]
+        while image.row - self._first >= len(self._held):
+            self._first += len(self._held)
             batch = next(self._batches, None)
             if batch is None:
                 raise LostRows(f"{image.shard}: {_lost_rows(group, self._first - starts[group], file)}")
@@ -282,6 +268,6 @@ class RowReader:
             leaf = _image_columns(file, Path(path)).bytes or "image"
             self._shards[path] = file, leaf, list(accumulate(rows, initial=0))
             if len(self._shards) > _OPEN_SHARDS:
-                self._shards.popitem(last=False)[1][0].close()
-        self._shards.move_to_end(path)
+                self._shards.pop(next(iter(self._shards)))[0].close()
+        self._shards[path] = self._shards.pop(path)
         return self._shards[path]

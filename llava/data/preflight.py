@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -28,9 +28,8 @@ from llava.data.checks import ImagePlace, Problem, Record, other_marker, record_
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
-from llava.data.records import DEFAULT_SEED, RecordTable, load_records
-from llava.data.table import source_lines
-from llava.data.turns import LABEL_MASKINGS, LabelMasking, check_has_image, normalize_image_tokens, training_turns
+from llava.data.records import DEFAULT_SEED, RecordTable, load_records, source_lines
+from llava.data.turns import LABEL_MASKINGS, LabelMasking, normalize_image_tokens, training_turns
 from llava.utils.commands import Parser, exit_status
 from llava.utils.digests import file_stamp
 from llava.utils.files import replacing
@@ -40,7 +39,7 @@ from llava.utils.progress import progress
 PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
 FAULTS = ("json", "schema", "text", "placeholders", "turns", *PICTURE_FAULTS)
 """Their kinds; docs/data.md says what each means, as of the warnings `other_marker` and `turned`."""
-_FORMAT = 7  # of the manifest; to be raised when the checks find more
+_FORMAT = 8  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS = 1000
@@ -58,33 +57,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The findings of a preflight.
+    """The findings of a preflight: by kind, index and message of every record at fault, and of the first warnings."""
 
-    Args:
-        full_decode: whether pictures were decoded in full.
-        counts: numbers of records, of those with and without images, of images, and of warnings of each kind.
-        faults: by kind, the index and message of every record at fault.
-        warnings: by kind, the first ones, alike.
-        checked: when the check ended, in seconds since the epoch.
-    """
-
-    full_decode: bool
-    counts: dict[str, int]
+    full_decode: bool  # whether pictures were decoded in full
+    counts: dict[str, int]  # of records, of those with and without images, of images, and of findings of each kind
     faults: dict[str, list[tuple[int, str]]]
     warnings: dict[str, list[tuple[int, str]]]
-    checked: float = field(compare=False)
+    checked: float = field(compare=False)  # when the check ended, in seconds since the epoch
 
     def bad_records(self) -> list[int]:
         """The indices of all records with faults, ascending."""
         return sorted({index for findings in self.faults.values() for index, _ in findings})
 
-    def fault_kinds(self) -> str:
-        """The number of faults of each kind, in words."""
-        return ", ".join(f"{len(findings):,} {kind}" for kind, findings in self.faults.items())
-
-    def warning_kinds(self) -> str:
-        """The number of warnings of each kind, in words."""
-        return ", ".join(f"{self.counts[kind]:,} {kind}" for kind in self.warnings)
+    def kinds(self, findings: Iterable[str]) -> str:
+        """The number of faults or warnings of each kind, in words."""
+        return ", ".join(f"{self.counts[kind]:,} {kind}" for kind in findings)
 
     def when(self) -> str:
         """The time of the check, as messages write it."""
@@ -96,13 +83,8 @@ def preflight(
 ) -> tuple[Manifest, Path]:
     """The manifest of `table`, and its file; if there is none yet, one process makes it while others wait.
 
-    An existing manifest is used as long as the pictures that were at fault still are.
-
-    Args:
-        table: as loaded with `check=False`, each record once.
-        images: where the records' images are.
-        rules: what to check for. A manifest made with `full_decode` also serves without it.
-        show_progress: whether the process that checks shows a bar.
+    `table` has each record once, as loaded with `check=False`. An existing manifest is used as long as the pictures
+    that were at fault still are; one made with `full_decode` also serves without it.
 
     Raises:
         OSError: no cache folder can be written.
@@ -139,14 +121,10 @@ def _still_at_fault(manifest: Manifest, table: RecordTable, images: ImageStore) 
 def usable_records(
     table: RecordTable, manifest: Manifest, on_bad_record: str, command: str, path: Path | None = None
 ) -> RecordTable:
-    """The records of an epoch of `table`, without those with faults.
+    """The records of an epoch of `table`, without those with faults, which `on_bad_record` skips or refuses (`error`).
 
-    Args:
-        table: the table that the manifest was made of.
-        manifest: names the records with faults.
-        on_bad_record: `skip`, or `error` to refuse them.
-        command: the command that shows all faults, for the message.
-        path: the manifest's file, from which the records then have their pictures' sizes.
+    `manifest` and its `path`, from which the records have their pictures' sizes, are those of `table`; `command` shows
+    all faults.
 
     Raises:
         ValueError: there are records with faults that are not to be skipped, or no record is left.
@@ -154,12 +132,9 @@ def usable_records(
     bad = manifest.bad_records()
     if bad and (on_bad_record == "error" or len(bad) == len(table)):
         shown = [text for findings in manifest.faults.values() for _, text in findings[: _SHOWN // 2]][:_SHOWN]
-        lines = "\n  ".join(shown)
-        raise ValueError(
-            f"{len(bad):,} of {len(table):,} records cannot be used ({manifest.fault_kinds()}):\n  {lines}\n"
-            f"all of them: {command} --list\n"
-            + ("no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out")
-        )
+        advice = "no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out"
+        what = f"{len(bad):,} of {len(table):,} records cannot be used ({manifest.kinds(manifest.faults)})"
+        raise ValueError("\n  ".join([f"{what}:", *shown]) + f"\nall of them: {command} --list\n{advice}")
     records = table.without(bad).epoch()
     records.sizes = path
     return records
@@ -189,8 +164,7 @@ def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: 
 
 def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> tuple[Manifest, np.ndarray]:
     """The manifest, and by position width and height of a record's only picture [N, 2]; zeros for other records."""
-    faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
-    warnings: dict[str, list[tuple[int, str]]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     counts = Counter(records=len(table), with_images=0, text_only=0, images=0)
     used = table.used
     sizes = np.zeros((used.max() + 1, 2), np.int32)
@@ -201,15 +175,12 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
             counts.update(part_counts)
             sizes[used[piece.start : piece.stop]] = part_sizes
             for index, (kind, message) in findings:
-                if kind in faults:
-                    faults[kind].append((index, message))
-                    continue
                 counts[kind] += 1
-                if counts[kind] <= _LISTED_WARNINGS:
-                    warnings.setdefault(kind, []).append((index, message))
+                if kind in FAULTS or counts[kind] <= _LISTED_WARNINGS:
+                    found.setdefault(kind, []).append((index, message))
             bar.update(len(piece))
-    faults = {kind: findings for kind, findings in faults.items() if findings}
-    return Manifest(rules.full_decode, dict(counts), faults, warnings, time.time()), sizes
+    faults = {kind: found.pop(kind) for kind in FAULTS if kind in found}
+    return Manifest(rules.full_decode, dict(counts), faults, found, time.time()), sizes
 
 
 def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> Part:
@@ -233,7 +204,6 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
 def _text_problems(record: Record, images: list[ImagePlace], rules: Rules) -> Iterator[Problem]:
     """Faults and warnings of a well-formed record's turns."""
     try:
-        check_has_image(rules.template, bool(images))
         turns = training_turns(record["conversations"], rules.template, rules.label_masking, bool(images))
         if images:
             turns = normalize_image_tokens(turns, rules.template, rules.label_masking)
@@ -276,12 +246,13 @@ def show(args: argparse.Namespace) -> int:
     how = "decoded in full" if manifest.full_decode else "by their headers"
     print(
         f"records   {counts['records']:,}: {counts['with_images']:,} with images, {counts['text_only']:,} text only; "
-        f"{counts['images']:,} images, {how}\n"
-        f"faults    {manifest.fault_kinds() or 'none'}\nwarnings  {manifest.warning_kinds() or 'none'}"
+        f"{counts['images']:,} images, {how}"
     )
+    print(f"faults    {manifest.kinds(manifest.faults) or 'none'}")
+    print(f"warnings  {manifest.kinds(manifest.warnings) or 'none'}")
     for kind, findings in (*manifest.faults.items(), *manifest.warnings.items()):
         print(f"  {kind}:", *(f"    {text}" for _, text in findings[:shown]), sep="\n")
-    if table.source_names:
+    if table.mixture:
         usable = table.without(manifest.bad_records())
         print("sources", *(f"  {line}" for line in source_lines(usable.epoch())), sep="\n")
     remembered = f", remembered; remove {path} to check again" if manifest.checked < started else ""

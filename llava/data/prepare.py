@@ -10,10 +10,12 @@ there and how many pictures are missing. At the end the variables for scripts/pr
 printed. Further flags are those of llava.data.preflight. Exit status 1 if records have faults.
 """
 
+import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from llava.data import preflight
@@ -21,7 +23,7 @@ from llava.data.checks import record_images
 from llava.data.records import RecordTable, load_records
 from llava.utils.commands import Parser, exit_status
 
-_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
+_SHARD = re.compile(r"train-\d{5}-of-(\d{5})\.parquet")
 
 
 @dataclass(frozen=True)
@@ -31,67 +33,46 @@ class Source:
     Args:
         repository: its name.
         data: pattern of the records' files.
-        images: the first of these that exists holds the images; empty where rows hold them. The first is downloaded.
-        folder: where the scripts expect it.
-        script: the stage that trains on it, and `version` its template there.
         records: how many there are.
-        pictures: by folder, where its records' pictures come from; the image folder is then the folder itself.
+        script: the stage that trains on it, and `version` its template there.
+        images: the first that exists holds the images; the first is downloaded. Empty where rows hold them.
+        pictures: by folder, where LLaVA's README says that pictures come from; they are not downloaded.
     """
 
     repository: str
     data: str
-    images: tuple[str, ...]
-    folder: str
+    records: int
     script: str
     version: str
-    records: int
-    pictures: tuple[tuple[str, str], ...] = ()
+    images: tuple[str, ...] = ()
+    pictures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Where the scripts expect it."""
+        return f"playground/data/{self.repository.split('/')[1]}"
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The files that are downloaded."""
-        return (self.data, *(name for name in self.images[:1] if not self.pictures))
+        return (self.data, *(() if self.pictures else self.images[:1]))
 
 
-LLAVA_665K = (
-    ("coco/train2017", "http://images.cocodataset.org/zips/train2017.zip"),
-    ("gqa/images", "https://downloads.cs.stanford.edu/nlp/data/gqa/images.zip"),
-    ("ocr_vqa/images", "https://github.com/haotian-liu/LLaVA#visual-instruction-tuning (a script; save as .jpg)"),
-    ("textvqa/train_images", "https://dl.fbaipublicfiles.com/textvqa/images/train_val_images.zip"),
-    ("vg/VG_100K", "https://cs.stanford.edu/people/rak248/VG_100K_2/images.zip"),
-    ("vg/VG_100K_2", "https://cs.stanford.edu/people/rak248/VG_100K_2/images2.zip"),
-)
-"""The sources that LLaVA's README names for `llava_v1_5_mix665k.json`."""
-_ROOT = "playground/data"
+LLAVA_665K = {
+    "coco/train2017": "http://images.cocodataset.org/zips/train2017.zip",
+    "gqa/images": "https://downloads.cs.stanford.edu/nlp/data/gqa/images.zip",
+    "ocr_vqa/images": "https://github.com/haotian-liu/LLaVA#visual-instruction-tuning (a script; save as .jpg)",
+    "textvqa/train_images": "https://dl.fbaipublicfiles.com/textvqa/images/train_val_images.zip",
+    "vg/VG_100K": "https://cs.stanford.edu/people/rak248/VG_100K_2/images.zip",
+    "vg/VG_100K_2": "https://cs.stanford.edu/people/rak248/VG_100K_2/images2.zip",
+}
+_CAPTIONS, _MIXTURE = "blip_laion_cc_sbu_558k.json", "llava_v1_5_mix665k.json"
 SOURCES = {
     "llava-558k": Source(
-        "liuhaotian/LLaVA-Pretrain",
-        "blip_laion_cc_sbu_558k.json",
-        ("images.zip", "images"),
-        f"{_ROOT}/LLaVA-Pretrain",
-        "pretrain",
-        "plain",
-        558_128,
+        "liuhaotian/LLaVA-Pretrain", _CAPTIONS, 558_128, "pretrain", "plain", ("images.zip", "images")
     ),
-    "llava-665k": Source(
-        "liuhaotian/LLaVA-Instruct-150K",
-        "llava_v1_5_mix665k.json",
-        (".",),
-        f"{_ROOT}/LLaVA-Instruct-150K",
-        "finetune",
-        "v1",
-        665_298,
-        LLAVA_665K,
-    ),
-    "llava-next": Source(
-        "lmms-lab/LLaVA-NeXT-Data",
-        "data/*.parquet",
-        (),
-        f"{_ROOT}/LLaVA-NeXT-Data",
-        "finetune",
-        "qwen_1_5",
-        779_289,
-    ),
+    "llava-665k": Source("liuhaotian/LLaVA-Instruct-150K", _MIXTURE, 665_298, "finetune", "v1", (".",), LLAVA_665K),
+    "llava-next": Source("lmms-lab/LLaVA-NeXT-Data", "data/*.parquet", 779_289, "finetune", "qwen_1_5"),
 }
 
 
@@ -110,10 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(source: Source, folder: Path, flags: list[str]) -> int:
     """Fetches, verifies and checks the data and prints the scripts' variables; returns 1 if records have faults.
 
-    Args:
-        source: what is fetched to `folder`.
-        folder: may hold it already.
-        flags: further flags of `llava.data.preflight`.
+    `flags` are further ones of `llava.data.preflight`.
 
     Raises:
         OSError: the hub cannot be reached.
@@ -132,6 +110,8 @@ def prepare(source: Source, folder: Path, flags: list[str]) -> int:
     settings = ["--version", source.version, "--label_masking", "upstream"]
     settings += ["--image_folder", str(images)] if images else []
     status = preflight.main(["--data_path", str(data), *settings, *flags])
+    if status > 1:
+        return status
     variables = f"DATA_PATH={shlex.quote(str(data))} IMAGE_FOLDER={shlex.quote(str(images or ''))}"
     print(f"train     {variables} PRESET=... NORM=... bash scripts/{source.script}.sh")
     return status
@@ -142,12 +122,10 @@ def missing(source: Source, folder: Path) -> list[str]:
     files = {file.name for file in folder.glob(source.data)}
     if not files:
         return [source.data]
-    sets = {(match[1], match[3]) for name in files if (match := _SHARD.fullmatch(name))}
-    shards = [
-        f"{name}-{number:0{len(count)}d}-of-{count}.parquet" for name, count in sets for number in range(int(count))
-    ]
+    counts = {int(match[1]) for name in files if (match := _SHARD.fullmatch(name))}
+    shards = {f"train-{number:05d}-of-{count:05d}.parquet" for count in counts for number in range(count)}
     images = source.images[:1] if _images(source, folder) is None else ()
-    return [*sorted(set(shards) - files), *images]
+    return [*sorted(shards - files), *images]
 
 
 def _images(source: Source, folder: Path) -> Path | None:
@@ -172,18 +150,17 @@ def download(source: Source, folder: Path) -> None:
         raise OSError(f"{source.repository} cannot be downloaded to {folder}; {advice}") from error
 
 
-def picture_sets(sources: tuple[tuple[str, str], ...], table: RecordTable, folder: Path) -> list[str]:
+def picture_sets(origins: Mapping[str, str], table: RecordTable, folder: Path) -> list[str]:
     """A line for each folder of pictures that records name: how many are there, and where missing ones come from."""
-    named: dict[str, set[str]] = {place: set() for place, _ in sources}
+    named: dict[str, set[str]] = {place: set() for place in origins}
     malformed = set(table.malformed().tolist())
     for index in range(len(table)):
         for image in [] if index in malformed else record_images(table[index]):
             path = PurePosixPath(str(image))
             named.setdefault(str(path.parent), set()).add(path.name)
-    lines, origins = [], dict(sources)
+    lines = []
     for place, names in named.items():
-        there = {file.name for file in (folder / place).iterdir()} if (folder / place).is_dir() else set()
-        lacking = sorted(names - there)
+        lacking = sorted(names - set(os.listdir(folder / place) if (folder / place).is_dir() else ()))
         line = f"pictures  {place}: {len(names) - len(lacking):,} of {len(names):,} there"
         if lacking:
             origin = origins.get(place, "a source that is not known here")

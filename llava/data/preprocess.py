@@ -63,7 +63,7 @@ def preprocess(
     mm_use_im_start_end: bool = False,
     has_image: bool = True,
 ) -> TokenizedSample:
-    """Token ids and labels of one conversation.
+    """Token ids of one conversation, with IMAGE_TOKEN_INDEX for every image, and labels; not cut to a length.
 
     Args:
         conversations: LLaVA's list of `{"from": "human" | "gpt" | "system", "value": str}`.
@@ -71,10 +71,7 @@ def preprocess(
         template: from `llava.conversation`, or its name.
         label_masking: `assistant` or `upstream`, see the module.
         mm_use_im_start_end: put `<im_start>` and `<im_end>` around every image.
-        has_image: False reads `<image>` as a word, as LLaVA does in records without an image; `plain` always has one.
-
-    Returns:
-        `input_ids` with IMAGE_TOKEN_INDEX for every image, and `labels`; neither is cut to a length.
+        has_image: False reads `<image>` as a word, as LLaVA does in records without an image.
 
     Raises:
         ValueError: the conversation is malformed or the template cannot express it; the message says what was expected.
@@ -82,7 +79,6 @@ def preprocess(
     template = get_template(template) if isinstance(template, str) else template
     _check_arguments(tokenizer, template, label_masking)
     upstream = label_masking == "upstream"
-    has_image = has_image or template.sep_style is SeparatorStyle.PLAIN
     turns = training_turns(conversations, template, label_masking, has_image)
     if has_image:
         turns = normalize_image_tokens(turns, template, label_masking, mm_use_im_start_end)
@@ -122,17 +118,10 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, template: Conversation,
     if label_masking not in LABEL_MASKINGS:
         raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
     if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
-        style = template.sep_style.name
-        raise ValueError(
-            f"--label_masking upstream: not available for templates of style {style}; pass --label_masking assistant"
-        )
+        style = f"not available for templates of style {template.sep_style.name}"
+        raise ValueError(f"--label_masking upstream: {style}; pass --label_masking assistant")
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{type(tokenizer).__name__}: labels by spans need a fast tokenizer (one with character offsets)"
-        )
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
+        raise ValueError(f"{type(tokenizer).__name__}: labels need a fast tokenizer (one with character offsets)")
 
 
 def write_parts(
@@ -163,9 +152,6 @@ def _is_target(template: Conversation, upstream: bool) -> Callable[[Part], bool]
     if upstream and template.sep_style in ROLE_TAGGED:
         kinds = ("header", "body", "end", "tail")
     return lambda part: part.speaker == "assistant" and part.kind in kinds
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def _tokenize(
@@ -208,19 +194,14 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: PreTrainedTokenize
     return _Tokens(np.array(ids, np.int64), origin + starts, marked_before[ends] > marked_before[starts])
 
 
-# --- upstream's labels ------------------------------------------------------------------------------------------------
-
-
 def _upstream_targets(
     tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: PreTrainedTokenizerBase
 ) -> np.ndarray:
     if template.sep_style in ROLE_TAGGED:
         return tokens.marked | np.isin(tokens.ids, _always_learnt(template, tokenizer))
-    if template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2) and _is_ignored(
-        tokens, parts, template, tokenizer
-    ):
-        return np.zeros_like(tokens.marked)
-    return tokens.marked
+    by_rounds = template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2)
+    ignored = by_rounds and _is_ignored(tokens, parts, template, tokenizer)
+    return np.zeros_like(tokens.marked) if ignored else tokens.marked
 
 
 def _always_learnt(template: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -251,8 +232,6 @@ def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, toke
     counted = len(tokens.ids)
     if broken is not None and broken < len(text):
         counted = int((tokens.starts < broken).sum())
-    elif (
-        tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens.ids
-    ):  # <unk> is LLaVA's padding, which the length leaves out
-        return False
+    elif tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens.ids:
+        return False  # <unk> is LLaVA's padding, which the length leaves out
     return counted < tokenizer.model_max_length

@@ -3,20 +3,17 @@
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 
 
-class RandomOrder(Sampler[int]):
-    """A new permutation in every epoch."""
+class Order(Sampler[int]):
+    """Every sample once, in an order that depends on seed and epoch alone."""
 
     def __init__(self, num_samples: int, seed: int = 0):
-        self.num_samples = num_samples
-        self.seed = seed
-        self.epoch = 0
+        self.num_samples, self.seed, self.epoch = num_samples, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -24,12 +21,16 @@ class RandomOrder(Sampler[int]):
     def __len__(self) -> int:
         return self.num_samples
 
+
+class RandomOrder(Order):
+    """A new permutation in every epoch."""
+
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         yield from torch.randperm(self.num_samples, generator=generator).tolist()
 
 
-class ModalityLengthGroupedSampler(Sampler[int]):
+class ModalityLengthGroupedSampler(Order):
     """Every global batch holds one modality, and neighbours inside it have similar lengths.
 
     Global batches are drawn at random. Inside one, samples go from long to short, so that the micro-batches that ranks
@@ -39,7 +40,7 @@ class ModalityLengthGroupedSampler(Sampler[int]):
     Args:
         lengths: length of every sample, negative for text-only ones.
         global_batch_size: samples per optimizer step over all ranks.
-        seed: decides the order together with the epoch; all ranks must use the same.
+        seed: all ranks must use the same.
         window: the samples of this many global batches, drawn at random, are paired, the longest with the shortest;
             pairs with similar sums share a batch, so that ranks with two or more samples of a batch can be equally
             busy. 1, as in LLaVA, leaves each batch a random sample of its modality.
@@ -49,19 +50,11 @@ class ModalityLengthGroupedSampler(Sampler[int]):
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
+        super().__init__(len(lengths), seed)
         self.lengths = torch.from_numpy(np.array(lengths, np.int64))
         if len(empty := (self.lengths == 0).nonzero()):
             raise ValueError(f"sample {int(empty[0])} has length 0; lengths are positive, or negative for text only")
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.window = window
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self.global_batch_size, self.window = global_batch_size, window
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -92,31 +85,16 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
-class Order(Protocol):
-    """Every sample once, in some order."""
-
-    def __iter__(self) -> Iterator[int]: ...
-
-    def __len__(self) -> int: ...
-
-
 class StepSampler(Sampler[list[list[int]]]):
     """One rank's optimizer steps, each a list of micro-batches; every rank has the same number of steps.
 
-    A step takes exactly the samples that `order` gives it; `assign` only decides which rank computes them and when. The
-    last step of an epoch may have fewer samples.
-
-    Args:
-        order: every sample once; its `set_epoch` is called if there is one.
-        step_size: samples of a step over all ranks.
-        assign: gives the micro-batches of every rank for the samples of one step.
-        rank: the rank whose micro-batches are yielded.
-        drop_last: leave out an epoch's last step if it has fewer samples.
+    A step takes exactly the `step_size` samples that `order` gives it; `assign` only decides which rank computes them
+    and when: it gives the micro-batches of every rank. An epoch's last step may have fewer samples, or is dropped.
     """
 
     def __init__(
         self,
-        order: Order,
+        order: Order | SequentialSampler,
         step_size: int,
         assign: Callable[[list[int]], list[list[list[int]]]],
         rank: int,
@@ -155,8 +133,7 @@ def assigned_by_length(
         lengths: tokens of every sample of the data set; the sign is ignored.
         ranks: number of ranks.
         micro_batches: number of micro-batches per rank; fewer where some would be empty.
-        max_tokens: as many more micro-batches as are needed, so that each has at most this many tokens. Only a single
-            sample that is longer exceeds it.
+        max_tokens: as many more micro-batches as are needed, so that only a single longer sample exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)
@@ -190,12 +167,8 @@ def assigned_in_order(samples: list[int], ranks: int, batch_size: int) -> list[l
 def balanced_groups(lengths: Sequence[int], num_groups: int, limit: int | None = None) -> list[list[int]]:
     """Positions of `lengths` in `num_groups` non-empty groups of nearly equal sums (longest processing time first).
 
-    Groups and their members are in no particular order; the result depends on the arguments alone.
-
-    Args:
-        lengths: the lengths to be shared out.
-        num_groups: number of groups, at most as many as there are lengths.
-        limit: a group whose sum exceeds it passes samples on to others as long as that helps.
+    There are at most as many groups as lengths; a group whose sum exceeds `limit` passes samples on to others as long
+    as that helps. The result depends on the arguments alone.
     """
     heap = [(0, 0, group) for group in range(num_groups)]
     groups: list[list[int]] = [[] for _ in range(num_groups)]

@@ -3,6 +3,7 @@
 Imports no torch, so that the preflight can apply the rules of training in many small processes.
 """
 
+from itertools import pairwise
 from typing import Literal
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
@@ -38,17 +39,13 @@ def parse_turns(conversations: object) -> list[Turn]:
 def training_turns(
     conversations: object, template: Conversation, label_masking: LabelMasking, has_image: bool
 ) -> list[Turn]:
-    """The turns that are written and learnt.
-
-    Args:
-        conversations: LLaVA's list of `{"from": "human" | "gpt" | "system", "value": str}`.
-        template: its style decides which orders of speakers can be written.
-        label_masking: `upstream` drops an answer that comes before the first question, as LLaVA does.
-        has_image: whether `<image>` stands for an image.
+    """The turns that are written and learnt; `upstream` drops an answer before the first question, as LLaVA does.
 
     Raises:
         ValueError: the conversation is malformed, the template cannot express it, or there is nothing to learn.
     """
+    if not has_image and template.sep_style is SeparatorStyle.PLAIN:
+        raise ValueError("the plain template needs an image, found none under 'image'")
     turns = parse_turns(conversations)
     upstream = label_masking == "upstream"
     if upstream:
@@ -61,34 +58,24 @@ def training_turns(
     return turns
 
 
-def check_has_image(template: Conversation, has_image: bool) -> None:
-    """Raises ValueError where `template` cannot write a record without an image."""
-    if not has_image and template.sep_style is SeparatorStyle.PLAIN:
-        raise ValueError("the plain template needs an image, found none under 'image'")
-
-
 def check_order(turns: list[Turn], template: Conversation, complete: bool = True) -> None:
     """Raises ValueError where `template` cannot write the speakers in this order; `complete` expects a last answer."""
     style, speakers = template.sep_style, [speaker for speaker, _ in turns]
     if style is SeparatorStyle.PLAIN:
         expected = ["human", "gpt"] if complete else ["human"]
         if speakers != expected or DEFAULT_IMAGE_TOKEN not in turns[0][1]:
-            raise ValueError(
-                f"template plain: expected the turns {expected}, the first with {DEFAULT_IMAGE_TOKEN}, found {speakers}"
-            )
+            first = f"the first with {DEFAULT_IMAGE_TOKEN}"
+            raise ValueError(f"template plain: expected the turns {expected}, {first}, found {speakers}")
         return
     spoken = [speaker for speaker in speakers if speaker != "system"]
     if not spoken:
         raise ValueError("expected a human or gpt turn after the system turn, found none")
     if style is SeparatorStyle.LLAMA_2 and spoken[0] != "human":
         raise ValueError("template llama_2: expected the human to speak first, found 'gpt'")
-    if style not in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
-        for index in range(1, len(spoken)):
-            if spoken[index] == spoken[index - 1]:
-                raise ValueError(
-                    f"two {spoken[index]!r} turns in a row: templates of style {style.name} "
-                    "need human and gpt to take turns"
-                )
+    twice = next((speaker for speaker, following in pairwise(spoken) if speaker == following), None)
+    if twice and style not in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
+        expected = f"templates of style {style.name} need human and gpt to take turns"
+        raise ValueError(f"two {twice!r} turns in a row: {expected}")
 
 
 def _drop_leading_answer(turns: list[Turn], template: Conversation, has_image: bool) -> list[Turn]:

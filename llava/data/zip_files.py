@@ -27,12 +27,10 @@ _UTF8, _ENCRYPTED = 0x800, 0x1
 class ZipMembers:
     """The members of a zip file, by name; safe to use in processes forked from the one that made it.
 
-    Args:
-        path: the zip file.
-        cache_dir: where its list of members is kept; by default `.llava_cache` beside it.
+    The list of members is kept in `cache_dir`, by default `.llava_cache` beside the zip file.
 
     Raises:
-        ValueError: it is not a zip file, or holds no files.
+        DataError: it is not a zip file, or holds no files.
         OSError: no cache folder can be written.
     """
 

@@ -16,8 +16,7 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, ImagePlace, Record, record_images, record_problem
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.records import load_records
-from llava.data.table import RecordTable, name_of
+from llava.data.records import RecordTable, load_records, name_of
 from llava.utils.progress import progress
 
 SHOWN_FAULTS = 10

@@ -15,7 +15,6 @@ from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.data.sampler import (
     ModalityLengthGroupedSampler,
-    Order,
     RandomOrder,
     StepSampler,
     assigned_by_length,
@@ -116,7 +115,10 @@ class StepLoader(DataLoader):
 
 
 def step_loader(
-    order: Order, dataset: LazySupervisedDataset, collator: Callable[[list[Sample]], Batch], args: TrainingArguments
+    order: SampleOrder,
+    dataset: LazySupervisedDataset,
+    collator: Callable[[list[Sample]], Batch],
+    args: TrainingArguments,
 ) -> StepLoader:
     """The loader of this process's steps, which take their samples in `order`.
 

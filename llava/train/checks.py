@@ -18,8 +18,7 @@ from llava.conversation import get_template
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records, write_quarantine
-from llava.data.records import RecordTable, load_records
-from llava.data.table import source_lines
+from llava.data.records import RecordTable, load_records, source_lines
 from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.heldout import check_eval_flags, eval_data_arguments
@@ -166,7 +165,7 @@ def checked_records(
     for line in source_lines(records):
         logger.info("%s", line)
     if manifest.warnings:
-        logger.info("warnings: %s (docs/data.md); %s --list shows them", manifest.warning_kinds(), command)
+        logger.info("warnings: %s (docs/data.md); %s --list shows them", manifest.kinds(manifest.warnings), command)
     return records, partial(write_quarantine, table, manifest)
 
 

@@ -23,8 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import Record
-from llava.data.table import name_of
+from llava.data.records import Record, name_of
 from llava.layout import Layout
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM

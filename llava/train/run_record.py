@@ -165,7 +165,7 @@ def write_run_record(
     records, device, given = dataset.records, training_args.device, training_args.deepspeed
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
-    mixture = {"mixture": records.source_counts()} if records.source_names else {}
+    mixture = {"mixture": records.source_counts()} if records.mixture else {}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     configuration = {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},

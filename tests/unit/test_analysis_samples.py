@@ -107,14 +107,6 @@ def test_pictures_of_records_may_be_in_a_zip_file(tmp_path, capsys):
     assert "record 1 (id 'x')" in message and "a member of the zip file is 'images/red.png'" in message
 
 
-def test_rows_of_prompt_and_completion_are_records_not_a_benchmark(tmp_path):
-    halves = {"prompt": {"role": "user", "content": "See?"}, "completion": {"role": "assistant", "content": "A"}}
-    columns = {name: [[turn]] for name, turn in halves.items()} | {"image": [{"bytes": png("red"), "path": None}]}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    (sample,) = chosen("--data", tmp_path / "a.parquet")[:]
-    assert (sample.prompt, sample.answer) == ("See?", "A")
-
-
 def test_a_mixture_takes_each_data_sets_pictures_from_its_own_folder(tmp_path):
     records(tmp_path / "a", "0.png")
     (tmp_path / "a/0.png").write_bytes(png("red"))

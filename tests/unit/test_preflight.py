@@ -26,7 +26,7 @@ from llava.conversation import conv_templates, get_template
 from llava.data import parquet_files
 from llava.data import preflight as command
 from llava.data import preflight as manifest
-from llava.data.checks import LONGEST_RECORD, RowImage
+from llava.data.checks import RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
@@ -71,13 +71,7 @@ CASES = {
     "no json": (b'{"id": 1', "json", "line 1, column 9: not valid JSON: Expecting"),
     "nested": (DEEP, "json", "line 1, column 1: not valid JSON"),
     "number": (b'{"id": ' + b"9" * 5000 + b"}", "json", "line 1, column 1: not valid JSON"),
-    "repeated key": (b'{"id": 1, "image": "a.png", "image": "b.png"}', "json", "a key occurs twice"),
-    "repeated in a turn": (
-        b'{"conversations": [{"from": "human", "value": "a", "value": "b"}, {"from": "gpt", "value": "c"}]}',
-        "json",
-        "turn 0: a key occurs twice",
-    ),
-    "no utf-8": (b'{"id": "\xff\xfe", "conversations": []}', "text", "not UTF-8: byte 0xff"),
+    "no utf-8": (b'{"id": "\xff\xfe", "conversations": []}', "text", "not UTF-8, or half of"),
     "surrogate": ({"conversations": [HUMAN, {"from": "gpt", "value": "\ud83d"}]}, "text", "half of a surrogate pair"),
     "no object": ([1], "schema", "expected an object, found list"),
     "no turns": ({"id": "x"}, "schema", "non-empty list under 'conversations'"),
@@ -124,19 +118,11 @@ def test_each_fault_has_its_kind_and_names_file_and_record(tmp_path, pictures, c
     assert len(usable_records(table, found, "skip", "")) == 2 - is_fault
 
 
-def test_a_record_of_100_mb_is_a_fault_and_its_text_is_not_kept(tmp_path, pictures):
-    long = {"id": 1, "conversations": [HUMAN, {"from": "gpt", "value": "x" * 100_000_000}]}
-    table = jsonl(tmp_path / "a.jsonl", [long, {"id": 2, "image": "a.png", "conversations": TURNS}])
-    assert table.problem(0).kind == "text" and f"{LONGEST_RECORD:,}" in table.problem(0).message
-    assert sum(path.stat().st_size for path in table.paths) < 1_000_000
-    assert table[1]["id"] == 2
-
-
 def test_a_json_file_that_is_not_utf8_is_read_and_the_record_named(tmp_path):
     (tmp_path / "a.json").write_bytes(b'[{"id": "ok", "conversations": [1]}, {"id": "caf\xe9", "conversations": [1]}]')
     table = load_records(str(tmp_path / "a.json"), check=False)
     assert [table.problem(i).kind for i in range(2)] == ["schema", "text"]
-    with pytest.raises(ValueError, match="a.json: record 1 .id 'caf.*not UTF-8: byte 0xe9"):
+    with pytest.raises(ValueError, match="a.json: record 1 .id 'caf.*not UTF-8, or half"):
         load_records(str(tmp_path / "a.json"))
 
 
