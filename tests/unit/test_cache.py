@@ -99,13 +99,6 @@ def test_a_changed_file_is_never_stale_even_with_its_old_size_and_time(tmp_path,
     assert load_records(str(path))[0]["conversations"][1]["value"] == "aaa"
 
 
-def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    path = write(tmp_path / "a.json", RECORDS)
-    load_records(str(path))
-    assert not list((tmp_path / "home").rglob("*.stamp"))
-
-
 @pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten", "altered"])
 def test_a_damaged_cache_is_reported_and_made_again(tmp_path, tokenizer, caplog, damage):
     path = write(tmp_path / "a.json", RECORDS)

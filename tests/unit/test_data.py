@@ -50,7 +50,6 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
     ("record", "message"),
     [
         ({"id": 7, "image": "a.png", "conversations": turns("no placeholder")}, "id 7.*0 <image> placeholders but 1"),
-        ({"image": ["a.png"], "conversations": turns("<image><image>")}, "record 0: 2 <image> placeholders but 1"),
         ({"conversations": []}, "non-empty list under 'conversations'"),
         ({"conversations": [{"from": "human"}]}, "turn 0: expected"),
         ({"image": 3, "conversations": turns("<image>")}, "'image': expected a path"),
@@ -60,18 +59,13 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
             {"conversations": turns("<image>")},
             "0 images under 'image'; the record has 'conversations': add the picture",
         ),
-        ({"image": [], "conversations": turns("<image>")}, "1 <image> placeholders but 0 images"),
-        ({"image": None, "conversations": turns("a", "<image>")}, "1 <image> placeholders but 0 images"),
         (
             {"image_path": "a.png", "conversations": turns("<image>")},
             "the record has 'image_path', 'conversations': add",
         ),
         ({"image": "a", "images": ["b"], "conversations": turns("<image>")}, "under 'image' and under 'images'"),
-        ({"images": [None], "conversations": turns("<image>")}, "'images': expected a path or a list of paths"),
-        ({"messages": [{"role": "user", "content": "<image>"}]}, "1 <image> placeholders but 0 images"),
         ({"conversations": [{"role": "user", "text": "a"}]}, "turn 0: expected .*'role': str, 'content': str or parts"),
         ({"dialog": turns("a"), "id": 3}, "under 'conversations' or 'messages'; the record has 'dialog', 'id'"),
-        ({"conversations": "[]"}, "found '..'"),
     ],
 )
 def test_malformed_record_is_named(tmp_path, record, message):
@@ -85,37 +79,19 @@ def test_malformed_record_is_named(tmp_path, record, message):
     ("name", "content", "message"),
     [
         ("a.json", "{", "record 0: line 1, column 2: not valid JSON: Expecting property name"),
-        ("a.json", "{}", "expected a non-empty list under 'conversations'"),
-        ("a.json", '{"data": [], "info": 1}', "the record has 'data', 'info'"),
         ("a.json", '{\n "id": 1\n}\n{\n "id": 2\n}', "line 1, column 2: not valid JSON: Expecting property name"),
         ("a.json", "[]", "holds no records"),
-        ("a.json", "", "holds no records"),
-        ("a.json", " \n", "holds no records"),
         ("a.json", '[\n {"id": 1},\n]', "line 3, column 1: not valid JSON: Expecting value"),
-        ("a.json", "[\n {'id': 1}]", "line 2, column 3: not valid JSON: Expecting property name"),
-        ("a.json", "{'id': 1}\n{'id': 2}", "line 1, column 2: not valid JSON: Expecting property name"),
-        ("a.json", '[{"image": None}]', "line 1, column 12: not valid JSON: Expecting value"),
         ("a.json", '[{"id": 1} {"id": 2}]', "line 1, column 12: not valid JSON: Expecting ',' delimiter"),
-        ("a.json", '[{"id": 1},\n {"id": "x', "line 2, column 9: not valid JSON: Unterminated string"),
         ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: not valid JSON: Extra data"),
         ("a.json", "hello", "line 1, column 1: not valid JSON: Expecting value"),
-        ("a.jsonl", "", "holds no records"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: Expecting property name"),
         ("a.jsonl", '[{"id": 1},\n]', "line 2, column 1: not valid JSON: Expecting value"),
-        ("a.jsonl", '{"a": 1}\nx', "line 2, column 1: not valid JSON"),
     ],
 )
 def test_unreadable_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"(?s){name}.*{message}"):
-        load_records(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_other_encodings_are_named(tmp_path, name, encoding):
-    (tmp_path / name).write_text('[{"id": 1}]', encoding=encoding)
-    with pytest.raises(ValueError, match=f"{name}, line 1, column 1: UTF-16, or no text; expected UTF-8"):
         load_records(str(tmp_path / name))
 
 

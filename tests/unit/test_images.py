@@ -79,16 +79,6 @@ def test_stores_travel_to_other_processes_without_what_they_have_open(everywhere
         assert np.array_equal(np.asarray(pickle.loads(packed).open(image)), np.asarray(store.open(image)))
 
 
-def test_a_zip_files_list_is_read_once(everywhere, monkeypatch):
-    root, names = everywhere
-    first = ZipMembers(root / "images.zip")
-    monkeypatch.setattr("llava.data.zip_files._write_list", lambda *_: pytest.fail("read again"))
-    again = ZipMembers(root / "images.zip")
-    assert again.content == first.content and again.read(names[0], 9999) == first.read(names[0], 9999)
-    with pytest.raises(FileNotFoundError):
-        again.read("a/nothing.png", 9999)
-
-
 def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, monkeypatch):
     root, names = everywhere
     started = []
@@ -102,15 +92,6 @@ def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, mon
         reader.read(RowImage(str(root / "rows.parquet"), index))
         assert len(reader._held) <= 2
     assert started == [[group] for group in range(6)]
-
-
-def test_open_shards_are_few(tmp_path, everywhere):
-    root, _ = everywhere
-    reader = RowReader()
-    for number in range(12):
-        (tmp_path / f"{number}.parquet").write_bytes((root / "rows.parquet").read_bytes())
-        reader.read(RowImage(str(tmp_path / f"{number}.parquet"), 39))
-    assert len(reader._shards) == parquet_files._OPEN_SHARDS
 
 
 # --- names that lead elsewhere ----------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from upstream_labels import CONVERSATIONS, DEVIATIONS
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.conversation import get_template
-from llava.data.preprocess import generation_ids, parse_turns, preprocess
+from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import load_tokenizer
 
 RUNS = json.loads((GOLDEN / "text/labels.json").read_text(encoding="utf-8"))
@@ -301,19 +300,3 @@ def test_unknown_masking_and_a_template_without_labels_are_errors():
         preprocess([HUMAN, GPT], tokenizer("llama"), "v1", label_masking="all")
     with pytest.raises(ValueError, match="not available for templates of style SINGLE"):
         preprocess([HUMAN, GPT], tokenizer("llama"), "llava_v0", label_masking="upstream")
-
-
-def test_generation_wants_a_question_last():
-    with pytest.raises(ValueError, match="expected the last turn to be 'human', found 'gpt'"):
-        generation_ids([HUMAN, GPT], tokenizer("llama"), "v1")
-
-
-def test_a_template_and_its_name_are_the_same():
-    by_name = preprocess([HUMAN, GPT], tokenizer("llama"), "v1")
-    by_template = preprocess([HUMAN, GPT], tokenizer("llama"), get_template("v1"))
-    assert torch.equal(by_name.labels, by_template.labels)
-    assert by_name.input_ids.dtype == by_name.labels.dtype == torch.long
-
-
-def test_turns_are_read_as_speaker_and_text():
-    assert parse_turns([SYSTEM, HUMAN, GPT]) == [("system", "Be terse."), ("human", "Hi"), ("gpt", "Yes.")]
