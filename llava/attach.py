@@ -25,6 +25,7 @@ from transformers.activations import ACT2FN
 
 from llava.families import family_of, first_tensors, is_floating, projector_path, refuse, text_embedding
 from llava.model.decoding import HUB_OPTIONS
+from llava.model.multimodal_projector.adapter import check_finite
 from llava.model.multimodal_projector.norm import (
     EPS,
     MIN_GAIN,
@@ -132,6 +133,8 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
     lost = [key for key in info["missing_keys"] if f".{CHILD}." in key]
     if lost:
         raise ValueError(f"load_attached {folder}: config.json has {RECORD}, but the weights lack {', '.join(lost)}")
+    for norm in attached_norms(model):
+        check_finite(dict(norm.named_parameters()), f"load_attached {folder}: {CHILD}")
     _guard(model.config)
     _keep_names(model)
     return model

@@ -23,7 +23,7 @@ from llava.model.decoding import HUB_OPTIONS, other_settings, read_generation_co
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.towers import VisionTower
-from llava.model.multimodal_projector.adapter import load_adapter
+from llava.model.multimodal_projector.adapter import check_finite, load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
 from llava.model.multimodal_projector.norm import (
     ProjectorNorm,
@@ -178,7 +178,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         `config.mm_vision_tower`. Of generation_config.json the model keeps the token ids; `file_decoding` has the rest.
 
         Raises:
-            ValueError: the checkpoint lacks parameters that its config announces.
+            ValueError: the weights lack what the config announces, or have more of a projector, or one with NaN.
         """
         hub_options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         fields = read_generation_config(pretrained_model_name_or_path, **hub_options)
@@ -191,6 +191,12 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         # Keys are LLaVA's already. When it saves under ZeRO-3, the library would undo renamings that never took place,
         # and double the encoder's prefix.
         model._weight_conversions = []
+        if extra := sorted(k for k in info["unexpected_keys"] if "_projector." in k or k.endswith("image_newline")):
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: config.json does not announce {', '.join(extra)}, which the weights "
+                f"have; its mm_projector_norm is {getattr(model.config, 'mm_projector_norm', None)!r}: restore the "
+                "config that was saved with them"
+            )
         missing = set(info["missing_keys"])
         tower, of_tower = model.get_vision_tower(), {k for k in missing if ".vision_tower." in k}
         without_tower = bool(of_tower) and len(of_tower) == len(tower.state_dict())
@@ -202,6 +208,9 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             )
         if without_tower:
             tower.load_pretrained(model.config.mm_vision_tower)
+        projector = {k: p for k, p in model.named_parameters() if ".mm_projector." in k or k.endswith("image_newline")}
+        with gathered(list(projector.values())):
+            check_finite(projector, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):

@@ -168,6 +168,15 @@ def test_deepstacks_further_outputs_are_left_as_they_are():
     assert aligned == [True, False, False]
 
 
+def test_a_norm_with_nan_is_not_loaded(llava, tmp_path):
+    model = attach(copy.deepcopy(llava))
+    with torch.no_grad():
+        attached_norms(model)[0].weight[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mm_norm: NaN or infinity in weight"):
+        load_attached(str(tmp_path))
+
+
 @pytest.mark.parametrize("norm", attachable())
 def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, norm):
     model = attach(copy.deepcopy(llava), norm, "2x", eps=1e-12)

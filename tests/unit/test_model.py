@@ -15,6 +15,7 @@ from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.context import context_length
 from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.multimodal_projector.adapter import adapter_state_dict, load_adapter
 from llava.model.pictures import match_images
 from llava.train.arguments import ModelArguments
 
@@ -389,6 +390,29 @@ def test_checkpoint_without_projector_weights_is_refused(tiny, tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"weights lack model\.mm_projector\.3\.bias"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("norm", [None, "none", "rmsnorm"])
+def test_weights_with_a_norm_that_the_config_drops_are_refused(tiny, tmp_path, norm):
+    make(tiny).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["mm_projector_norm"]
+    (tmp_path / "config.json").write_text(json.dumps(config | ({} if norm is None else {"mm_projector_norm": norm})))
+    with pytest.raises(ValueError, match=r"does not announce .*model\.mm_projector\.3\.bias"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_is_refused_wherever_it_is_read(tiny, tmp_path, value):
+    model = make(tiny)
+    with torch.no_grad():
+        model.get_model().mm_projector[3].weight[5] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NaN or infinity in model\.mm_projector\.3\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.save(adapter_state_dict(model.get_model().mm_projector), tmp_path / "mm_projector.bin")
+    with pytest.raises(ValueError, match=r"mm_projector\.bin: NaN or infinity in model\.mm_projector\.3\.weight"):
+        load_adapter(make(tiny).get_model().mm_projector, tmp_path, model.config)
 
 
 def test_plain_language_model_keeps_its_logits_and_rope(tmp_path):

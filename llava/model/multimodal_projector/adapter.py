@@ -6,6 +6,7 @@
 import json
 import logging
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -84,7 +85,14 @@ def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path}: expected tensors by name, found {type(tensors).__name__}")
+    check_finite(tensors, path)
     return tensors
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], source: object) -> None:
+    """Raises ValueError, with their names, where tensors of `source` hold NaN or infinity."""
+    if bad := [name for name, tensor in tensors.items() if not (tensor.is_meta or tensor.isfinite().all())]:
+        raise ValueError(f"{source}: NaN or infinity in {', '.join(bad)}: the file is damaged, or its run diverged")
 
 
 def _check_match(projector: nn.Module, adapter: dict, path: Path, config: PretrainedConfig) -> None:
