@@ -75,6 +75,13 @@ def test_crops_and_their_newlines_need_no_value_of_the_device(tiny, tmp_path, pa
     assert {"model.image_newline", "model.mm_projector.0.weight"} <= gradients.keys()
 
 
+def test_nothing_is_copied_from_the_device_to_the_host(tiny, monkeypatch):
+    """Tensors of the device `meta` cannot be copied, so `.to("cpu")` raises; the loss asks for autocast there."""
+    monkeypatch.setattr("llava.model.loss.chunked_loss", lambda hidden_states, weight, targets: hidden_states.sum())
+    batch = tree_map_only(torch.Tensor, lambda x: x.to("meta"), collated(MIXED))
+    trainable(tiny).to("meta")(**batch, num_items_in_batch=10).loss.backward()
+
+
 def test_a_value_that_is_read_is_seen(tiny, monkeypatch):
     """Otherwise the test above could not fail."""
     model = trainable(tiny)
