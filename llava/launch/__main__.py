@@ -9,6 +9,7 @@ after a save (start it again), 130 after a second Ctrl-C, or else the launcher's
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from llava.launch.settings import Refusal, help_text, is_on, parse_flags, refuse
 from llava.launch.supervise import INTERRUPTED, supervise
 from llava.utils.machine import available_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
+
+COMMAND_FILE = "command.sh"
 
 
 def main(words: list[str], environment: Mapping[str, str]) -> int:
@@ -44,6 +47,7 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, writes the command into the output folder, trains, and returns the exit status."""
     subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
     first_node = node_rank(environment) in ("", "0")
+    is_new = not plan.output_dir.exists()
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
         run_before = run_file_stamp(plan.output_dir)
@@ -61,6 +65,8 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     # A folder in use keeps its command unless the trainer took this one: it may refuse it, or find the run finished.
     if first_node and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)
+    if is_new and code == 2 and [path.name for path in plan.output_dir.iterdir()] == [COMMAND_FILE]:
+        shutil.rmtree(plan.output_dir)  # the trainer has refused its flags
     return code
 
 
@@ -78,7 +84,7 @@ def run_file_stamp(output_dir: Path) -> int | None:
 def record_command(plan: Plan) -> None:
     """Writes `command.sh`, which runs the same command again."""
     lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(os.getcwd())} || exit", command_text(plan, plan.entry)]
-    Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
+    Path(plan.output_dir, COMMAND_FILE).write_text("\n".join(lines) + "\n")
 
 
 def exit_status() -> int:

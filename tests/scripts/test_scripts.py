@@ -586,6 +586,8 @@ def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, t
     (tmp_path / "refuses").touch()
     assert bash("scripts/pretrain.sh", path=path, LEARNING_RATE=0.5, **env).returncode == 2
     assert first == ((out / "command.sh").stat().st_mtime_ns, (out / "command.sh").read_text())
+    elsewhere = env | {"OUTPUT_DIR": tmp_path / "new"}
+    assert bash("scripts/pretrain.sh", path=path, **elsewhere).returncode == 2 and not (tmp_path / "new").exists()
     (tmp_path / "refuses").unlink()
     assert bash("scripts/pretrain.sh", path=path, LEARNING_RATE=0.5, **env).returncode == 0
     assert "--learning_rate 0.5" in (out / "command.sh").read_text()
