@@ -25,7 +25,7 @@ from llava.data.mixture import MIXTURES
 from llava.data.parquet_files import read_rows, turn_columns
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.utils.commands import whole
-from llava.utils.digests import remembered_digest
+from llava.utils.digests import bytes_digest
 from llava.utils.pixels import to_rgb
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
@@ -166,7 +166,7 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
         except pa.ArrowException as error:
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
         store = ImageStore(None, setting="--data")
-        key = f"{[remembered_digest(shard) for shard in shards]}"
+        key = f"{[bytes_digest(shard) for shard in shards]}"
         return Source("", rows, store, key), [len(record_images(row)) for row in rows]
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.suffix.lower() in PICTURES)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from llava.utils.digests import bytes_digest, content_hash, user_cache
+from llava.utils.code_folders import user_cache_home
+from llava.utils.digests import bytes_digest
 from llava.utils.files import replacing, write_text
 from llava.utils.locks import locked
 
@@ -26,7 +27,7 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     They are beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
     folder. `chosen` (`--data_cache_dir`) replaces both.
     """
-    return [Path(chosen)] if chosen else [source.absolute().parent / ".llava_cache", user_cache("data")]
+    return [Path(chosen)] if chosen else [source.absolute().parent / ".llava_cache", user_cache_home() / "llava/data"]
 
 
 def made_once(
@@ -54,7 +55,7 @@ def made_once(
 def cached_file(name: str, folders: list[Path], is_current: IsCurrent = lambda _: True) -> Path | None:
     """The undamaged file `name` in the first of `folders` that has it."""
     for path in (folder / name for folder in folders if (folder / name).is_file()):
-        if not _hash_file(path).is_file() or _hash_file(path).read_text() != content_hash(path):
+        if not _hash_file(path).is_file() or _hash_file(path).read_text() != bytes_digest(path):
             logger.warning("%s is damaged or was altered, and will be made again", path)
         elif is_current(path):
             return path

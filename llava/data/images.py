@@ -21,7 +21,7 @@ from llava.data.checks import ImagePlace, PlacedImage, Problem, RowImage, starts
 from llava.data.errors import DataError, named_by
 from llava.data.parquet_files import LostRows, RowReader
 from llava.data.zip_files import ZipMembers
-from llava.utils.digests import bytes_digest, remembered_digest
+from llava.utils.digests import bytes_digest
 from llava.utils.pixels import (
     check_header,
     exif_orientation,
@@ -84,7 +84,7 @@ class ImageStore:
         own = f"zip {self.archive.content}" if self.archive else f"folder {os.path.realpath(self.root)}"
         return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
 
-    def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = remembered_digest) -> str:
+    def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = bytes_digest) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
 
         Of a zip file the checksums of all members count, of a picture in a row the `shard_digest` of its Parquet file.

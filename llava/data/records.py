@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from llava.data.cache import cache_folders, cached_file, made_once
+from llava.data.cache import cache_folders, made_once
 from llava.data.checks import (
     Element,
     PlacedImage,
@@ -39,7 +39,7 @@ from llava.data.messages import checked_element
 from llava.data.mixture import MIXTURES, Mixture, entry_name, read_mixture
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
-from llava.utils.digests import bytes_digest, content_hash, file_stamp, known_hash
+from llava.utils.digests import bytes_digest, file_stamp
 from llava.utils.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
@@ -151,27 +151,21 @@ def _folder_files(folder: Path) -> list[Path]:
 def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> "RecordTable":
     """The table of all records that `data_path` names, not checked."""
     sources = data_files(data_path)
-    waiting = sorted({source for source in sources if not _is_ready(source, cache_folders(source, cache_dir))})
+    files = sorted(set(sources))
     # Parquet is always read in other processes: a damaged footer can end the process that reads it.
-    apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
-    made = in_processes(_converted, cache_dir, waiting, worth=apart)
-    hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
-    shown = progress(made, "reading records", "files", total=len(waiting), hidden=hidden)
-    converted = dict(zip(waiting, shown, strict=True))
-    paths, hashes = zip(*(converted.get(source) or _converted(cache_dir, source) for source in sources), strict=True)
+    apart = len(files) >= _WORTH_PROCESSES or any(file.suffix == ".parquet" for file in files)
+    made = in_processes(_converted, cache_dir, files, worth=apart)
+    hidden = not show_progress or len(files) < _WORTH_PROCESSES
+    ready = dict(zip(files, progress(made, "reading records", "files", total=len(files), hidden=hidden), strict=True))
+    paths, hashes = zip(*(ready[source] for source in sources), strict=True)
     content = sha256(" ".join(hashes).encode()).hexdigest()
     return RecordTable(sources, list(paths), content, cache_folders(sources[0], cache_dir))
-
-
-def _is_ready(source: Path, folders: list[Path]) -> bool:
-    content = known_hash(source)
-    return content is not None and cached_file(_arrow_name(source, content), folders) is not None
 
 
 def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
     """The Arrow file of `source` and the hash of its content."""
     stamp = file_stamp(source)
-    content = content_hash(source, parquet_digest if source.suffix == ".parquet" else bytes_digest)
+    content = parquet_digest(source) if source.suffix == ".parquet" else bytes_digest(source)
 
     def convert(target: Path) -> None:
         _convert(source, target)

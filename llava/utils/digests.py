@@ -1,34 +1,21 @@
-"""Digests of files by all their bytes; a file is read again only when its stamp has changed since.
-
-A stamp holds inode, size and both times. As in git, it is trusted only where a later change would give another stamp.
-"""
+"""Digests of files by all their bytes, and what a model on disk or on the hub is."""
 
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from llava.utils.code_folders import user_cache_home
-from llava.utils.files import write_json
-
-_LARGE = 64 << 20  # bytes from which a digest is worth keeping
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
 _SAMPLED = 1 << 16  # bytes of a block of `sampled_digest`
 # The files of a model's folder from which training takes weights, code and settings; its tokenizer is not among them.
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.py", "config.json", "preprocessor_config.json", "processor_config.json")
 _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
-
-
-def user_cache(kind: str) -> Path:
-    """The folder of this user's derived files of one kind."""
-    return user_cache_home() / "llava" / kind
 
 
 def bytes_digest(source: Path) -> str:
@@ -53,7 +40,7 @@ def sampled_digest(source: Path, blocks: int) -> str:
 def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -> str:
     """16 hexadecimal digits of a SHA-256 over names and all bytes of a file or of a folder's files.
 
-    Hidden files do not count. The digests of large files are kept.
+    Hidden files do not count.
 
     Args:
         path: the file or folder.
@@ -66,7 +53,7 @@ def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -
     places = [str(file.relative_to(path)) if path.is_dir() else "" for file in files]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, content in zip(places, pool.map(remembered_digest, files), strict=True):
+        for name, content in zip(places, pool.map(bytes_digest, files), strict=True):
             digest.update(f"{name}:{content};".encode())
     return digest.hexdigest()[:16]
 
@@ -81,14 +68,6 @@ def _files(folder: Path, deep: bool) -> Iterator[Path]:
         seen.add(real)  # a link may lead back to a folder above
 
 
-def remembered_digest(file: Path) -> str:
-    """SHA-256 of all bytes of a file; that of a large file is kept."""
-    return content_hash(file) if file.stat().st_size >= _LARGE else bytes_digest(file)
-
-
-# --- kept digests -----------------------------------------------------------------------------------------------------
-
-
 def file_stamp(path: Path) -> list[int]:
     """What changes whenever a file's content does: inode, size, and the times of last write and last change.
 
@@ -98,46 +77,11 @@ def file_stamp(path: Path) -> list[int]:
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def is_settled(stamp: list[int], now: float) -> bool:
-    """Whether a file that changes after `now` (seconds since the epoch) is sure to get another stamp than this."""
-    return now - stamp[-1] / 1e9 > _CLOCK_STEP
-
-
 def settled_stamp(source: Path) -> list[int]:
     """The file's stamp, once any later change would give another stamp."""
-    while not is_settled(file_stamp(source), time.time()):
+    while time.time() - (stamp := file_stamp(source))[-1] / 1e9 <= _CLOCK_STEP:
         time.sleep(_CLOCK_STEP / 20)
-    return file_stamp(source)
-
-
-def known_hash(source: Path) -> str | None:
-    """The hash that `content_hash` has kept for the file; None if the file's stamp has changed since."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(_kept(source).read_text())
-        if kept["stamp"] == file_stamp(source):
-            return str(kept["sha256"])
-    return None
-
-
-def content_hash(source: Path, digest: Callable[[Path], str] = bytes_digest) -> str:
-    """SHA-256 of a file, by `digest`, which runs only if the file's stamp is not the one it had at the last time.
-
-    It is kept in the user's cache folder.
-    """
-    if known := known_hash(source):
-        return known
-    stamp, started = file_stamp(source), time.time()
-    computed = digest(source)
-    if is_settled(stamp, started) and file_stamp(source) == stamp:
-        with suppress(OSError):  # the kept hash only saves time
-            _kept(source).parent.mkdir(parents=True, exist_ok=True)
-            write_json(_kept(source), {"stamp": stamp, "sha256": computed}, contended=True)
-    return computed
-
-
-def _kept(source: Path) -> Path:
-    place = hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]
-    return user_cache("digests") / f"{source.name}.{place}.stamp"
+    return stamp
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -73,9 +73,9 @@ def end(processes: Iterable[subprocess.Popen], *, group: bool = False) -> None:
                 process.wait()
 
 
-def kill(pid: int, others: Iterable[int] = ()) -> None:
-    """Kills a process and its group first, so that they start and save nothing more; then descendants and `others`."""
-    rest = {*others, *descendants(pid)}
+def kill(pid: int) -> None:
+    """Kills a process and its group first, so that they start and save nothing more; then its descendants."""
+    rest = descendants(pid)
     send_group(pid, signal.SIGKILL)
     for other in rest:
         send(other, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """What makes a kept result invalid: any byte of weights, data or pictures, and this tree's code."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,9 @@ from safetensors.torch import save_file
 from llava.compare.answers import SOURCES
 from llava.data.checks import PlacedImage
 from llava.data.images import ImageStore
-from llava.utils import digests, versions
+from llava.utils import versions
 from llava.utils.digests import fingerprint, revision
 from llava.utils.versions import code_digest
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch, files_count_as_old):
-    """A cache folder of the test's own, in which digests are kept at once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/llava/digests"
 
 
 def weights(gain: float) -> dict[str, torch.Tensor]:
@@ -46,26 +38,6 @@ def test_a_norms_gain_in_a_file_of_72_mib_changes_the_fingerprint(tmp_path, writ
         write(tmp_path / "model", gain)
         found.append(fingerprint(tmp_path / "model"))
     assert found[0] == found[2] != found[1]
-
-
-def test_a_large_file_is_reread_after_a_change_that_keeps_size_and_time(tmp_path, monkeypatch, cache):
-    file, read = tmp_path / "model.safetensors", []
-    with file.open("wb") as stream:
-        stream.truncate(digests._LARGE)
-    content_hash = digests.content_hash
-    monkeypatch.setattr(digests, "content_hash", lambda f: content_hash(f, counted))
-
-    def counted(source: Path) -> str:
-        read.append(source)
-        return digests.bytes_digest(source)
-
-    first, before = fingerprint(file), file.stat()
-    assert fingerprint(file) == first and len(read) == 1 and len(list(cache.iterdir())) == 1
-    with file.open("r+b") as stream:
-        stream.seek(12345)
-        stream.write(b"x")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert fingerprint(file) != first and len(read) == 2
 
 
 def test_only_a_snapshot_in_the_hubs_cache_goes_by_its_commit(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import subprocess
 import sys
 import textwrap
@@ -10,7 +9,7 @@ import textwrap
 import pytest
 from paths import ROOT
 
-from llava.utils.files import replace_folder, replacing, write_bytes, write_json, write_text
+from llava.utils.files import replace_folder, replacing, write_json, write_text
 
 
 def test_the_old_content_stays_until_the_new_content_is_complete(tmp_path):
@@ -46,22 +45,6 @@ def test_what_a_killed_process_leaves_is_overwritten_by_the_next(tmp_path):
         assert not path.exists() and len(list(tmp_path.iterdir())) == 1
     write_text(path, "whole")
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_contending_processes_have_names_of_their_own(tmp_path):
-    with replacing(tmp_path / "file", contended=True) as own, replacing(tmp_path / "file") as shared:
-        assert str(os.getpid()) in own.name and own != shared
-        own.touch()
-        shared.touch()
-
-
-def test_a_new_file_has_the_mode_of_any_new_file(tmp_path):
-    before = os.umask(0o027)
-    try:
-        write_bytes(tmp_path / "file", b"")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
 def test_json_is_readable_utf_8_whatever_a_file_name_holds(tmp_path):

@@ -13,7 +13,6 @@ from llava.utils.processes import (
     descendants,
     end,
     is_running,
-    kill,
     last_lines,
     send,
     start,
@@ -87,13 +86,6 @@ def test_a_second_interruption_kills_even_detached_descendants(tmp_path):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.returncode == -signal.SIGKILL and gone(child)
-
-
-def test_a_process_is_killed_with_others_that_it_did_not_start(tmp_path):
-    first, second = (shell(STUBBORN, tmp_path / name) for name in "ab")
-    kill(first.pid, [second.pid])
-    assert (first.wait(), second.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
-    kill(int(last_lines(tmp_path / "b", 1)[0]))
 
 
 def test_process_id_zero_and_zombies_do_not_run():
