@@ -9,7 +9,7 @@ import numpy as np
 
 from llava.analysis import measure
 from llava.analysis.commands import NamedModel
-from llava.analysis.measure import STATE_METRICS, TEXT_GROUPS, WITH_SINKS, WITHOUT_SINKS, Measurement
+from llava.analysis.measure import STATE_METRICS, TEXT_GROUPS, Measurement
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
@@ -22,7 +22,7 @@ from llava.utils.presentation import (
 )
 
 SHOWN_SINKS = 12
-SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
+SUFFIX = {False: "", True: " with sinks"}
 STYLES = {
     GROUPS[VISUAL]: {"color": VISUAL_COLOUR, "linewidth": 2.2},
     GROUPS[TEXT_AFTER]: {"color": TEXT_COLOUR, "linewidth": 2.2},
@@ -94,17 +94,15 @@ def without_earlier(measured: dict[str, Measurement], runs: Runs) -> dict[str, M
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def medians(
-    measurement: Measurement, name: str, groups: int | tuple[int, ...], part: tuple[bool, ...] = WITHOUT_SINKS
-) -> np.ndarray:
+def medians(measurement: Measurement, name: str, groups: int | tuple[int, ...], with_sinks: bool = False) -> np.ndarray:
     """The value's median in each layer [L], or state [L + 1]; NaN where no token was seen.
 
     A cosine's is taken from the angle, which keeps values apart where all cosines are near 1.
     """
     if name == "cosine":
-        return np.cos(np.deg2rad(medians(measurement, "turn", groups, part)))
+        return np.cos(np.deg2rad(medians(measurement, "turn", groups, with_sinks)))
     layers = range(measurement.layers + (name in STATE_METRICS))
-    return np.array([measure.median(measurement.of(name, groups, layer, part)) for layer in layers])
+    return np.array([measure.median(measurement.of(name, groups, layer, with_sinks)) for layer in layers])
 
 
 def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[TableRow]:
@@ -112,15 +110,15 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            every, without = (int(measurement.tokens((group,), part).sum()) for part in (WITH_SINKS, WITHOUT_SINKS))
+            every, without = (int(measurement.tokens(group, sinks).sum()) for sinks in (True, False))
             middle = {key: medians(measurement, key[0], group, key[1]) for key in itertools.product(names, SUFFIX)}
             for layer in range(max(map(len, middle.values())) if every else 0):
                 row = {"model": model, "tokens": label, "layer": layer, "count": without, "sinks": every - without}
-                for (name, part), values in middle.items():
+                for (name, sinks), values in middle.items():
                     if layer < len(values):
-                        mean = measure.mean(measurement.of(name, group, layer, part))
-                        row |= {f"{name} mean{SUFFIX[part]}": mean}
-                        row[f"{name} median{SUFFIX[part]}"] = float(values[layer])
+                        mean = measure.mean(measurement.of(name, group, layer, sinks))
+                        row |= {f"{name} mean{SUFFIX[sinks]}": mean}
+                        row[f"{name} median{SUFFIX[sinks]}"] = float(values[layer])
                 rows.append(row)
     return rows
 

@@ -9,7 +9,6 @@ Shapes: B samples, S sequence.
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,31 +56,26 @@ def run(args: argparse.Namespace) -> None:
     draw_rows(args, points, "gradient at", {"gradient": axes}, "norm", "model", sharey=True)
 
 
-class Training(NamedTuple):
-    """A checkpoint with its batch: labels [B, text tokens], its projector without a norm, and the norm it ended in."""
-
-    model: LlavaMetaForCausalLM
-    batch: Batch
-    labels: torch.Tensor
-    bare: nn.Module
-    norm: nn.Module | None
-
-
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
     """Every arm's gradients. Raises ValueError: the samples have no answers."""
 
-    def load(named: NamedModel, args: argparse.Namespace) -> Training:
+    def load(named: NamedModel, args: argparse.Namespace) -> Callable[[str], dict[str, float]]:
         assistant = models.load_ours(named, args)
         model = assistant.model
         model.requires_grad_(False).train()
+        batch, labels = training_batch(drawn[:], assistant)
         bare = model.get_model().mm_projector
-        norm = projector_norm(bare)
-        return Training(model, *training_batch(drawn[:], assistant), bare if norm is None else bare[:-1], norm)
+        trained = projector_norm(bare)
+        bare = bare if trained is None else bare[:-1]
 
-    def measured(training: Training, arms: Sequence[str]) -> Values:
-        model = training.model
-        model.get_model().mm_projector = arm_projector(arms[0], training.bare, training.norm, model)
-        norms = gradient_norms(model, training.batch, training.labels)
+        def gradients_of(arm: str) -> dict[str, float]:
+            model.get_model().mm_projector = arm_projector(arm, bare, trained, model)
+            return gradient_norms(model, batch, labels)
+
+        return gradients_of
+
+    def measured(gradients_of: Callable[[str], dict[str, float]], arms: Sequence[str]) -> Values:
+        norms = gradients_of(arms[0])
         return {"points": np.array(list(norms)), "norms": np.array(list(norms.values()))}
 
     parts = measure.batches("gradients", named, drawn, args, measured, load=load, items=ARMS)

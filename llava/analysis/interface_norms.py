@@ -13,7 +13,7 @@ import numpy as np
 from llava.analysis import measure, models, samples
 from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.embedding_norms import histogram, paper_of, read_embedding_norms
-from llava.analysis.measure import TEXT_GROUPS, WITH_SINKS, median
+from llava.analysis.measure import TEXT_GROUPS, median
 from llava.analysis.output import TableRow, draw_rows, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.weights import WeightFiles
@@ -87,7 +87,7 @@ def norms_of(model: NamedModel, args: argparse.Namespace, drawn: Callable[[], sa
         measured = measure.measure_layers(model, drawn(), args)
         norms[FEATURES], norms[PROJECTED] = measured.of(measure.FEATURES), measured.of(measure.PROJECTED)
         for what, groups in ((ENTERING, VISUAL), (TEXT_IN, TEXT_GROUPS)):
-            norms[what] = measured.of("norm", groups, 0, WITH_SINKS)
+            norms[what] = measured.of("norm", groups, 0, with_sinks=True)
             without = measured.of("norm", groups)
             norms |= {what + SINKLESS: without} if len(without) < len(norms[what]) else {}
     files = NamedModel(model.name, models.base_of(model.path, args) or model.path)

@@ -147,18 +147,14 @@ def whole_cache(probe: Probe) -> dict[str, DynamicCache]:
     return {"past_key_values": cache} if any(sliding) else {}
 
 
-def distance(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, int]:
-    """The KL divergence in nats of log probabilities [C] from the expected ones, and the rank of the latter's token."""
-    kl = (expected.exp() * (expected - actual)).sum().item()
-    return max(kl, 0.0), int((actual > actual[expected.argmax()]).sum()) + 1
-
-
 def compare(name: str, untouched: Run, other: Run, layers: int) -> dict[str, Any]:
     """What `other` differs in from the untouched run of the same sample: NaN where there is nothing to compare.
 
+    `kl` is the divergence of its next token's distribution, in nats.
     Cosines of visual keys and values with the untouched ones are means per layer [L].
     """
-    kl, rank = distance(untouched.log_probs, other.log_probs)
+    expected, actual = untouched.log_probs, other.log_probs
+    kl = (expected.exp() * (expected - actual)).sum().item()
     if not math.isfinite(kl):
         raise ValueError(f"{name}: the KL divergence is {kl}; logits that are NaN or infinite cannot be compared")
     cosines = np.full((2, layers), np.nan)
@@ -166,7 +162,15 @@ def compare(name: str, untouched: Run, other: Run, layers: int) -> dict[str, Any
         pairs = list(zip(untouched.cache[index], other.cache[index], strict=True))
         if all(a.shape == b.shape for a, b in pairs):
             cosines[:, index] = [F.cosine_similarity(a, b, dim=-1).mean().item() for a, b in pairs]
-    outcome = {"name": name, "kl": kl, "rank": rank, "share": other.share, "keys": cosines[0], "values": cosines[1]}
+    rank = 1 + int((actual > actual[expected.argmax()]).sum())  # of the token that the untouched run chose
+    outcome = {
+        "name": name,
+        "kl": max(kl, 0.0),
+        "rank": rank,
+        "share": other.share,
+        "keys": cosines[0],
+        "values": cosines[1],
+    }
     return outcome | {"visual norm": other.visual_norm, "text norm": other.text_norm}
 
 

@@ -25,7 +25,6 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 from zipfile import BadZipFile
 
@@ -46,7 +45,6 @@ SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
 FEATURES, PROJECTED = "vision features", "projector output"
 TEXT_GROUPS = (TEXT_BEFORE, TEXT_AFTER)
-WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _LOADING_FLAGS = ("conv_mode", "layers_path", "projector_path", "vision_path", "image_token_id")
 
@@ -155,19 +153,18 @@ class Measurement:
     def __init__(self, measured: list[Values], count: int) -> None:
         self.count, self.values = count, joined(measured)
         self.layers = len(self.values["cosine"])
-        self.tokens = cache(self._tokens)
 
-    def _tokens(self, groups: tuple[int, ...], part: tuple[bool, ...]) -> np.ndarray:
-        return np.isin(self.values["group"], groups) & np.isin(self.values["sink"], part)
+    def tokens(self, groups: int | tuple[int, ...], with_sinks: bool = False) -> np.ndarray:
+        """Which tokens are of these groups [N] bool."""
+        return np.isin(self.values["group"], groups) & (with_sinks | ~self.values["sink"])
 
     def of(
-        self, what: str, groups: int | tuple[int, ...] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
+        self, what: str, groups: int | tuple[int, ...] = VISUAL, layer: int = 0, with_sinks: bool = False
     ) -> np.ndarray:
-        """All values of `groups` in one layer, of the tokens that are not sinks, of the sinks, or of both, in fp64."""
+        """All values of `groups` in one layer, in fp64."""
         if what in (FEATURES, PROJECTED):
             return self.values[what].astype(np.float64)
-        chosen = self.tokens((groups,) if isinstance(groups, int) else groups, part)
-        return self.values[what][layer][chosen].astype(np.float64)
+        return self.values[what][layer][self.tokens(groups, with_sinks)].astype(np.float64)
 
 
 def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> Measurement:

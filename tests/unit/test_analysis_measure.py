@@ -27,7 +27,7 @@ from llava.analysis.__main__ import main
 from llava.analysis.commands import NamedModel
 from llava.analysis.embedding_norms import read_embedding_norms
 from llava.analysis.interface_norms import vocabulary_norms
-from llava.analysis.measure import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
+from llava.analysis.measure import TEXT_GROUPS, Measurement
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
 from llava.families import family_of, find_parts
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -61,7 +61,7 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
     expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
     for what, tensor in expected.items():
         norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
-        assert np.sort(measurement.of(what, VISUAL, 0, WITH_SINKS)) == pytest.approx(np.sort(norms), abs=1e-5)
+        assert np.sort(measurement.of(what, VISUAL, 0, True)) == pytest.approx(np.sort(norms), abs=1e-5)
 
 
 def observation(states, groups) -> Observation:
@@ -126,7 +126,7 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         return torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).mean().item()
 
     for layer in range(3):
-        own = measurement.of("turn", VISUAL, layer, WITH_SINKS).mean()
+        own = measurement.of("turn", VISUAL, layer, True).mean()
         assert own == pytest.approx(angles(entered[layer], left[layer]), rel=1e-3)
         if layer < 2:
             whole = angles(entered[layer], entered[layer + 1])
@@ -155,8 +155,8 @@ def test_a_sink_is_named_and_measured_separately():
         for i in np.flatnonzero(values["sink"])
     ]
     assert sinks == 2 * [[SPECIAL, 0, 70, 1000], [VISUAL, 2, 74, 30]]
-    assert max(measurement.of("norm", VISUAL, 2)) == 18 and max(measurement.of("norm", VISUAL, 2, WITH_SINKS)) == 60
-    assert len(measurement.of("norm", VISUAL, 0, ONLY_SINKS)) == 2 and not len(measurement.of("norm", SPECIAL))
+    assert max(measurement.of("norm", VISUAL, 2)) == 18 and max(measurement.of("norm", VISUAL, 2, True)) == 60
+    assert not len(measurement.of("norm", SPECIAL))
     states[1][0, 3] = torch.nan
     with pytest.raises(ValueError, match=r"x: 1 of 24 measured values \(norm\) are NaN or infinite"):
         measure.layer_values(observation(states, groups), batch, probe)
