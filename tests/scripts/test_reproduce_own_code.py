@@ -225,4 +225,5 @@ def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, req
     seen = request.getfixturevalue("ovis" if item == "fig2" else "kimi")[1]
     rows = [row for row in table(folder, "update-rates-layers") if (row["model"], row["tokens"]) == (model, "visual")]
     expected = layer_means(seen, 3)
-    assert [row["cosine mean with sinks"] for row in rows] == pytest.approx(expected, rel=2e-4)
+    cosines = [row["cosine mean with sinks"] for row in rows if "cosine mean with sinks" in row]
+    assert cosines == pytest.approx(expected, rel=2e-4)

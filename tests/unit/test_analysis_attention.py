@@ -576,7 +576,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
         *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
     ]
-    assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 2 * 2  # models, layers
+    assert len(json.loads((tmp_path / "theory-model-layers.json").read_text())["rows"]) == 2 * 2  # models, layers
     assert "two: visual tokens enter with" in capsys.readouterr().out
     with monkeypatch.context() as patch:  # what is measured is taken as it is
         patch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
