@@ -278,7 +278,7 @@ BAD = (
     (line("red", image="cut.png"), "cut.png cannot be decoded"),
     ({"question_id": 9, "image": "red.png", "question": ASK}, "has its words under 'text'"),
     ({"conversations": [{"from": "gpt", "value": "Hi"}]}, "found no turn of 'human'"),
-    ({"conversations": [{"from": "bot", "value": "Hi"}, *turns("Why?")]}, "'from' is 'bot'"),
+    ({"conversations": [{"from": "bot", "value": "Hi"}, *turns("Why?")]}, "expected 'from' one of human, gpt, system"),
     (line("red", text="<image> <image>"), "2 <image> placeholders but 1 images"),
     (line("red", text="why? " * 200), "more than the 512 of"),
     (line("red", image=7), "'image': expected a path or a list of paths, found 7"),
