@@ -6,6 +6,7 @@ Shapes: B conversations, S longest prompt.
 import argparse
 import http.client
 import io
+import logging
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -29,6 +30,8 @@ from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.utils.pixels import upright
 from llava.utils.progress import in_terminal
+
+logger = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
@@ -250,7 +253,10 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
 
     LLaVA's checkpoints do not name theirs, and a wrong guess would go unnoticed: ValueError without either.
     """
-    name = conv_mode or getattr(config, "mm_conv_version", None)
+    trained = getattr(config, "mm_conv_version", None)
+    name = conv_mode or trained
+    if trained not in (None, name):
+        logger.warning("%s: asked in the template %s, but it was trained in %s", model_path, name, trained)
     if name is None:
         raise ValueError(
             f"{model_path}: config.json has no mm_conv_version, so the template it was trained with is unknown; "

@@ -117,11 +117,7 @@ class Features(NamedTuple):
     joins_patches: bool = False
 
     def of(self, args: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
-        """What passes in one call of `module`, without padding: [N, E], or wider rows where patches are joined.
-
-        Raises:
-            ValueError: the module takes the tokens of two encoders.
-        """
+        """What passes in one call of `module`, without padding: [N, E], or wider rows where patches are joined."""
         arguments = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         rows = output if self.side == "output" else first_tensors(args, kwargs)
         if self.side == "input" and sum(value.is_floating_point() and value.ndim > 2 for value in arguments) > 1:

@@ -332,10 +332,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
     def splice(self, layout: Layout, crops: torch.Tensor | None) -> torch.Tensor:
         """The decoder's input [rows, D] of a layout and its pictures' crops [K, 3, H, W], None without pictures.
 
-        Visual tokens that were cut off get a gradient of zero.
-
-        Raises:
-            ValueError: there are more or fewer crops than the layout's pictures have.
+        Visual tokens that were cut off get a gradient of zero. ValueError where crops and layout differ in number.
         """
         pictures = layout.pictures
         if (num_crops := 0 if crops is None else len(crops)) != (expected := sum(p.crops for p in pictures)):

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dtype: str | None = None) -> None:
-    """Writes a whole checkpoint; the arguments are the command's.
-
-    Raises:
-        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
-    """
+    """Writes a whole checkpoint; the arguments are the command's. ValueError for folders that do not fit."""
     import torch  # this and what follows take seconds
     from transformers.utils.peft_utils import find_adapter_config_file
 

@@ -38,15 +38,22 @@ def training_tokenizer(path: str, model_max_length: int, cache_dir: str | None) 
     """The language model's tokenizer.
 
     Raises:
-        ValueError: there is none; the message names the flag.
+        ValueError: there is none, or it has ids beyond the embedding; the message names the flag.
     """
     try:
-        return load_tokenizer(path, cache_dir=cache_dir, model_max_length=model_max_length, padding_side="right")
+        tokenizer = load_tokenizer(path, cache_dir=cache_dir, model_max_length=model_max_length, padding_side="right")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {path}: no tokenizer found ({reason}); expected a model folder or hub id"
         ) from error
+    last, rows = max(tokenizer.get_vocab().values()), read_config(path, cache_dir=cache_dir).vocab_size
+    if last >= rows:
+        raise ValueError(
+            f"--model_name_or_path {path}: the tokenizer has ids up to {last} and the embedding {rows} rows; resize "
+            "the embedding, or take out the tokens that were added"
+        )
+    return tokenizer
 
 
 def build_model(

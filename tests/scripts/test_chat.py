@@ -180,10 +180,12 @@ def test_a_language_model_without_a_vision_tower_is_refused(ask, talk, tiny):
         assert str(model) in result.error and "has no vision tower" in result.error
 
 
-def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
+def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant, caplog):
     config = SimpleNamespace(mm_conv_version="qwen_1_5")
     assert choose_template(config, "llava-llama-2") == conv_templates["qwen_1_5"] == assistant.template
+    assert choose_template(config, "x", "qwen_1_5") == conv_templates["qwen_1_5"] and not caplog.messages
     assert choose_template(config, "x", "v1") == conv_templates["v1"]
+    assert caplog.messages == ["x: asked in the template v1, but it was trained in qwen_1_5"]
     with pytest.raises(ValueError, match=r"llava-v1\.5-7b: config\.json has no mm_conv_version.*--conv-mode"):
         choose_template(SimpleNamespace(), "llava-v1.5-7b")
 

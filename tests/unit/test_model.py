@@ -2,13 +2,14 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 from batches import BATCHES, IMG, pictures
 from tiny_models import SIZES, V, make
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
@@ -18,6 +19,7 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import adapter_state_dict, load_adapter
 from llava.model.pictures import match_images
 from llava.train.arguments import ModelArguments
+from llava.train.build import training_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +415,28 @@ def test_a_norm_that_is_not_finite_is_refused_wherever_it_is_read(tiny, tmp_path
     torch.save(adapter_state_dict(model.get_model().mm_projector), tmp_path / "mm_projector.bin")
     with pytest.raises(ValueError, match=r"mm_projector\.bin: NaN or infinity in model\.mm_projector\.3\.weight"):
         load_adapter(make(tiny).get_model().mm_projector, tmp_path, model.config)
+
+
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_a_processor_of_another_size_than_the_towers_is_refused(tiny, tmp_path, kind):
+    folder, tower = shutil.copytree(tiny / kind, tmp_path / "tower"), make(tiny, tower=kind).get_vision_tower()
+    file = folder / "preprocessor_config.json"
+    tower.default_image_processor().save_pretrained(folder)
+    load_image_processor(str(folder), tower)
+    size = {"height": 24, "width": 24}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": size, "crop_size": size}))
+    with pytest.raises(ValueError, match=r"tower: its image processor makes 24 x 24 pixels.*tower takes 16 x 16"):
+        load_image_processor(str(folder), tower)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "llama", tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<loc{number}>" for number in range(100)])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"--model_name_or_path .*base: the tokenizer has ids up to 357 .* 320 rows"):
+        training_tokenizer(str(folder), 512, None)
+    assert training_tokenizer(str(tiny / "llama"), 512, None).pad_token_id == 257
 
 
 def test_plain_language_model_keeps_its_logits_and_rope(tmp_path):

@@ -55,7 +55,7 @@ def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProc
     """The image processor stored with a checkpoint or vision encoder.
 
     It always runs on the PIL backend, so that pixels are the same everywhere. A local folder without an image processor
-    gets the encoder family's default at the tower's image size.
+    gets the encoder family's default at the tower's image size. ValueError where it makes another size.
     """
     if Path(folder_or_id, "preprocessor_config.json").exists() or not Path(folder_or_id).is_dir():
         processor = tower.image_processor_class.from_pretrained(folder_or_id)
@@ -63,7 +63,15 @@ def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProc
         processor = tower.image_processor_class.from_dict(settings)
     else:
         return tower.default_image_processor()
-    return tower.fit_image_processor(processor)
+    processor: Any = tower.fit_image_processor(processor)
+    size = getattr(processor, "crop_size" if getattr(processor, "do_center_crop", False) else "size", None)
+    sides, side = (size["height"], size["width"]) if size else (None, None), tower.image_size
+    if None not in sides and sides != (side, side):
+        raise ValueError(
+            f"{folder_or_id}: its image processor makes {sides[0]} x {sides[1]} pixels, and the vision tower takes "
+            f"{side} x {side} (image_size in its config.json): correct the one that is wrong"
+        )
+    return processor
 
 
 def _in_processor(folder: str) -> dict[str, Any]:

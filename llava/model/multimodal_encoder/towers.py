@@ -128,11 +128,7 @@ class VisionTower(nn.Module):
         raise NotImplementedError
 
     def load_pretrained(self, name_or_path: str, dtype: torch.dtype | None = None) -> None:
-        """Replaces the encoder by a pretrained one (local folder or hub id), by default in the current encoder's dtype.
-
-        Raises:
-            ValueError: there is no readable model, or weights of the encoder are missing.
-        """
+        """Replaces the encoder by a pretrained one, a folder or hub id, by default in its dtype; ValueError without."""
         device = self.device
         options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
         try:

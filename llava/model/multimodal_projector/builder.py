@@ -100,11 +100,7 @@ def build_vision_projector(config: PretrainedConfig) -> nn.Module:
 
 
 def token_grid(config: PretrainedConfig, tower: Any) -> tuple[int, int]:
-    """Visual tokens of one crop after the projector, and how many of them a row has; `CropRules` has them from here.
-
-    Raises:
-        ValueError: the projector merges squares of patches, and the tower's grid cannot be cut into such squares.
-    """
+    """Visual tokens of one crop after the projector, and of a row of it; ValueError where squares cannot be merged."""
     name = getattr(config, "mm_projector_type", "linear")
     merge, side = find_projector(name)[0].merge, tower.num_patches_per_side
     if merge == 1:
