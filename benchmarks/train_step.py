@@ -1,7 +1,7 @@
 """Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend and norm.
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
-Each arm differs from the first in one thing. Arms take turns; compiled layers and Liger's kernels come after the rest.
+Each arm differs from the first in one thing. Compiled layers and Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
 is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate.
 """
@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from benchmarks.common import add_result_flags, alternate, result_folder, spread, write_result
+from benchmarks.common import add_result_flags, result_folder, spread, write_result
 from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -61,16 +61,17 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; default: the recipe's that fits")
     parser.add_argument("--micro-batches", type=whole(1), default=4, help="different micro-batches, used in turn")
-    parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of every arm in every round")
-    parser.add_argument("--repeats", type=whole(1), default=3, help="rounds")
+    parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of a round")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="rounds, after one that is not timed")
     parser.add_argument(
         "--arms", nargs="+", help="default: all that run here but `compiled`, which compiles for minutes"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
-    add_result_flags(parser, quick="one round of two steps")
+    add_result_flags(parser, quick="one round of two steps of 512 tokens")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.micro_batches, args.repeats = 2, 2, 1
+        args.micro_batch_tokens = args.micro_batch_tokens or [512]
     device = torch.device("cuda" if gpu else "cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
     arms = {arm.name: arm for arm in runnable_arms(device, dtype)}
@@ -239,9 +240,8 @@ class Bench:
         loss.backward()
         return loss.detach()
 
-    def run(self, arm: Arm, batches: list[dict[str, Any]], steps: int) -> tuple[float, float]:
+    def run(self, batches: list[dict[str, Any]], steps: int) -> tuple[float, float]:
         """Seconds per step, and the first step's loss."""
-        self.prepare(arm)
         synchronize(self.device)
         start = time.perf_counter()
         losses = []
@@ -260,68 +260,47 @@ def measure(
     bench = Bench(args, stage, arms, device, dtype)
     bench.prepare(arms[0])
     for tokens in args.micro_batch_tokens or [fitting_tokens(args.preset, stage, device, bench.estimate)]:
-        yield measure_size(bench, tokens, arms)
+        samples = [random_samples(stage, tokens, n, bench.model, dtype) for n in range(args.micro_batches)]
+        yield [measure_arm(bench, arm, tokens, samples) for arm in arms]
 
 
-def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, Any]]:
-    """One row per arm, of micro-batches of about `tokens`."""
-    args, device = bench.args, bench.device
-    samples = [random_samples(bench.stage, tokens, n, bench.model, bench.dtype) for n in range(args.micro_batches)]
-    facts: dict[str, dict[str, Any]] = {arm.name: {} for arm in arms}
-    batches: dict[str, list[dict[str, Any]]] = {}
-
-    def first_run(arm: Arm) -> None:
+def measure_arm(bench: Bench, arm: Arm, tokens: int, samples: list[list[Sample]]) -> dict[str, Any]:
+    """The row of an arm, which takes the same micro-batches as all others; with the field `failed` if it fails."""
+    row: dict[str, Any] = {"stage": bench.stage, "arm": arm.name, "micro_batch_tokens": tokens, "norm": arm.norm}
+    try:
         bench.prepare(arm)
-        batches[arm.name] = [bench.on_device(arm, some) for some in samples]
-        if device.type != "cuda":
-            return
-        facts[arm.name]["estimate_gib"] = bench.estimate(max(bench.positions(arm, some) for some in samples)) / 2**30
-        bench.backward(batches[arm.name][0])  # compiles and chooses kernels, which waits for the device
-        facts[arm.name]["syncs"] = host_syncs(lambda: bench.backward(batches[arm.name][0]))
+        row |= timed(bench, arm, samples)
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    bench.optimizer.zero_grad(set_to_none=True)
+    release(bench.device)
+    print(row, flush=True)
+    return row
+
+
+def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]:
+    """Time, work and memory of an arm for which the model is prepared."""
+    args, gpu, facts = bench.args, bench.device.type == "cuda", {}
+    batches = [bench.on_device(arm, some) for some in samples]
+    if gpu:
+        facts["estimate_gib"] = bench.estimate(max(bench.positions(arm, some) for some in samples)) / 2**30
+        bench.backward(batches[0])  # compiles and chooses kernels, which waits for the device
+        facts["syncs"] = host_syncs(lambda: bench.backward(batches[0]))
         bench.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
-
-    def run(arm: Arm) -> float:
-        fact = facts[arm.name]
-        if "failed" in fact:
-            return math.nan
-        try:
-            if arm.name not in batches:
-                first_run(arm)
-            seconds, loss = bench.run(arm, batches[arm.name], args.steps)
-            fact.setdefault("loss", loss)
-            if device.type == "cuda":
-                fact.setdefault("peak_gib", torch.cuda.max_memory_allocated() / 2**30)
-            return seconds
-        except Exception as error:
-            fact["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        batches.pop(arm.name, None)
-        bench.optimizer.zero_grad(set_to_none=True)
-        release(device)
-        return math.nan
-
-    times = alternate({arm.name: lambda arm=arm: run(arm) for arm in arms}, args.repeats, warmup=1)
-    return [row(bench, tokens, arm, samples, facts[arm.name], times[arm.name]) for arm in arms]
-
-
-def row(
-    bench: Bench, tokens: int, arm: Arm, samples: list[list[Sample]], facts: dict[str, Any], times: list[float]
-) -> dict[str, Any]:
-    """The result row of an arm."""
-    line: dict[str, Any] = {"stage": bench.stage, "arm": arm.name, "micro_batch_tokens": tokens, "norm": arm.norm}
-    if "failed" not in facts:
-        bench.prepare(arm)
-        collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
-        work = [batch_work(collate(some)) for some in samples[: bench.args.steps]]
-        done, seconds = sum(work[1:], work[0]), spread(times)
-        tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
-        line |= {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
-        line |= {"tokens_per_second": float(done.tokens) / len(work) / seconds["median"]}
-        if peak := peak_tflops(bench.device):
-            line |= {"mfu": tflops / peak}
-    line |= facts
-    print(line, flush=True)
-    return line
+    _, loss = bench.run(batches, args.steps)
+    if gpu:
+        facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    seconds = spread([bench.run(batches, args.steps)[0] for _ in range(args.repeats)])
+    collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
+    work = [batch_work(collate(some)) for some in samples[: args.steps]]
+    done = sum(work[1:], work[0])
+    tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
+    rates = {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
+    rates["tokens_per_second"] = float(done.tokens) / len(work) / seconds["median"]
+    if peak := peak_tflops(bench.device):
+        rates["mfu"] = tflops / peak
+    return rates | facts | {"loss": loss}
 
 
 def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
