@@ -387,14 +387,14 @@ def begin_run(args: TrainingArguments, settings: Settings) -> None:
     write_settings(folder, settings)
 
 
-def use_converted_states(start: Start, args: TrainingArguments) -> bool:
-    """Whether DeepSpeed must load states that another number of ranks wrote; if so, its configuration says so.
+def use_converted_states(start: Start, args: TrainingArguments) -> None:
+    """Lets DeepSpeed's configuration say so if its states were written by another number of ranks.
 
     Raises:
         ResumeError: they are not converted; the message has the command.
     """
     if not args.deepspeed or not start.checkpoint or start.ranks == args.world_size:
-        return False
+        return
     folder = Path(start.checkpoint)
     if not (folder / "latest_universal").is_file():
         states = folder / (folder / "latest").read_text().strip()
@@ -407,4 +407,3 @@ def use_converted_states(start: Start, args: TrainingArguments) -> bool:
         raise ResumeError("--load_best_model_at_end True: not on another number of ranks than wrote the checkpoint")
     config = args.hf_deepspeed_config.config
     config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
-    return True

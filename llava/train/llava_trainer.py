@@ -59,7 +59,6 @@ from llava.train.telemetry import (
     StepProfiler,
     Throughput,
     TrainingProgress,
-    measures_step,
     read,
 )
 from llava.utils.failures import Watchdog
@@ -177,7 +176,6 @@ class LLaVATrainer(Trainer):
         args: the flags. `self.flags` holds them as the user gave them, `self.args` as the library needs them.
         image_processor: saved with every checkpoint.
         settings: those that a continuation of the run must share (`llava.train.run_record.run_settings`).
-        converted: whether DeepSpeed loads a universal checkpoint, which another number of ranks wrote.
         watchdog: is told every phase of a step.
         stop_signal: ends the run early.
         heldout: the held-out samples, whose loss is measured during training.
@@ -198,7 +196,6 @@ class LLaVATrainer(Trainer):
         args: TrainingArguments,
         image_processor: BaseImageProcessor | None = None,
         settings: Settings | None = None,
-        converted: bool = False,
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
@@ -207,7 +204,6 @@ class LLaVATrainer(Trainer):
         self.flags, self.heldout = args, heldout
         eval_dataset: Any = None if heldout is None else heldout.dataset
         super().__init__(args=library_arguments(args), eval_dataset=eval_dataset, **kwargs)
-        self.converted = converted
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
         self.guard = NonFiniteGuard(self.train_dataset.records)
@@ -266,7 +262,8 @@ class LLaVATrainer(Trainer):
         num_items = self._get_num_items_in_batch(micro_batches, device)
         self.throughput.add(micro_batches, time.perf_counter() - start)
         self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
-        self.probe.start_step(measures_step(self.args, self.state, self.state.global_step + 1))
+        every = self.state.logging_steps if self.args.telemetry_steps is None else self.args.telemetry_steps
+        self.probe.start_step(bool(every) and (self.state.global_step + 1) % every == 0)
         return steps, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -381,8 +378,8 @@ class LLaVATrainer(Trainer):
         """What has to wait for the engine and the loaded checkpoint: repairs, and the last checks before any step."""
         if self.is_deepspeed_enabled:
             rebuild_rotary(self.model)  # its engine may have cast all buffers
-        if self.converted:
-            restore_groups(self.optimizer, self.lr_scheduler, self.group_settings)
+            if self.args.hf_deepspeed_config.config.get("checkpoint", {}).get("load_universal"):
+                restore_groups(self.optimizer, self.lr_scheduler, self.group_settings)
         check_disk(self.model, self.flags, self.state.max_steps)
 
     def _init_training_state(

@@ -22,13 +22,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.profiler import profile
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from llava.data.collate import Batch
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import full_shape
-from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained
 from llava.utils.files import write_text
 from llava.utils.progress import in_terminal, progress
@@ -310,12 +309,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def measures_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
-    """Whether optimizer step `step` (from 1) is measured, according to `--telemetry_steps` or `--logging_steps`."""
-    every = state.logging_steps if args.telemetry_steps is None else args.telemetry_steps
-    return bool(every) and step % every == 0
-
-
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
@@ -364,8 +357,9 @@ class TrainingProgress(TrainerCallback):
         self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        names = _SHOWN if "loss" in (logs or {}) else [name for name in logs or {} if name.startswith("eval_")]
-        figures = logged_names({name: logs[name] for name in names if name in (logs or {})})
+        logs = logs or {}
+        names = _SHOWN if "loss" in logs else [name for name in logs if name.startswith("eval_")]
+        figures = logged_names({name: logs[name] for name in names if name in logs})
         line = ", ".join(f"{_SHOWN.get(name, name)} {value:.4g}" for name, value in figures.items())
         if "loss" in figures:
             self.bar.set_postfix_str(line, refresh=False)

@@ -85,11 +85,10 @@ def train_in_folder(
         return
 
     set_seed(training_args.seed)
-    converted = use_converted_states(start, training_args)
+    use_converted_states(start, training_args)
     model = build_model(model_args, data_args, training_args)
-    options = {"tokenizer": tokenizer, "eval_records": eval_records, "settings": settings, "converted": converted}
-    options |= {"watchdog": watchdog, "stop_signal": stop_signal}
-    trainer = build_trainer(model, records, model_args, data_args, training_args, **options)
+    process = {"settings": settings, "watchdog": watchdog, "stop_signal": stop_signal}
+    trainer = build_trainer(model, records, model_args, data_args, training_args, tokenizer, eval_records, **process)
 
     begin_run(training_args, settings)
     if training_args.process_index == 0 and records.left_out:

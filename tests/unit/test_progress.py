@@ -3,7 +3,6 @@
 import fcntl
 import os
 import pty
-import re
 import struct
 import subprocess
 import sys
@@ -57,12 +56,6 @@ def test_what_was_done_before_counts_as_done_and_not_as_pace(clock, capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_in_a_terminal_it_is_a_bar():
-    code = "from llava.utils.progress import progress\nfor _ in progress(range(3), 'reading', 'files'): pass"
-    shown = in_terminal(code)
-    assert "\r" in shown and "3/3 files" in shown
-
-
 def in_terminal(code: str) -> str:
     """What a program writes to a terminal of 80 columns."""
     ours, theirs = pty.openpty()
@@ -110,22 +103,3 @@ def test_no_trainer_keeps_the_librarys_bar_which_prints_every_figure(tiny, tmp_p
     _, trainer = build(flags(tiny, tmp_path, 1, disable_tqdm=False))
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     assert telemetry.TrainingProgress in kinds and ProgressCallback not in kinds
-
-
-@pytest.mark.slow
-def test_a_runs_log_holds_no_carriage_return_and_says_how_far_it_is(tiny, tmp_path):
-    """The first step of a real run, with its clock of progress advanced."""
-    code = "import llava.utils.progress; llava.utils.progress.EVERY = 0.0; from llava.train.train import main; main()"
-    argv = flags(tiny, tmp_path / "run", 2, disable_tqdm=None, save_strategy="steps", save_steps=1)
-    argv += ["--eval_data_path", str(tiny / "data/finetune.json"), "--eval_strategy", "steps", "--eval_steps", "1"]
-    with (tmp_path / "log").open("w") as log:
-        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
-        command = [sys.executable, "-c", code, *argv]
-        run = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)})
-    text = (tmp_path / "log").read_text()
-    assert run.returncode == 0, text
-    assert "\r" not in text and "%|" not in text
-    assert re.search(r"^training: 1/2 steps \[\d\d:\d\d<.*\]$", text, re.MULTILINE)
-    assert re.search(r"^training: 2/2 steps .* loss [\d.]+, .*samples/s [\d.]+, .*\]$", text, re.MULTILINE)
-    assert re.search(r"^step 1: eval/loss [\d.]+, eval/loss_image [\d.]+, ", text, re.MULTILINE)
-    assert re.search(r"^evaluating: 1/\d+ micro-batches", text, re.MULTILINE)
