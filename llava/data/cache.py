@@ -18,7 +18,6 @@ from llava.utils.files import replacing, write_text
 from llava.utils.locks import locked
 
 logger = logging.getLogger(__name__)
-IsCurrent = Callable[[Path], bool]
 
 
 def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
@@ -31,7 +30,7 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
 
 
 def made_once(
-    name: str, folders: list[Path], make: Callable[[Path], None], is_current: IsCurrent = lambda _: True
+    name: str, folders: list[Path], make: Callable[[Path], None], is_current: Callable[[Path], bool] = lambda _: True
 ) -> Path:
     """The file `name` in the first of `folders` that has it; otherwise it is made in the first that can be written.
 
@@ -52,7 +51,7 @@ def made_once(
     return target
 
 
-def cached_file(name: str, folders: list[Path], is_current: IsCurrent = lambda _: True) -> Path | None:
+def cached_file(name: str, folders: list[Path], is_current: Callable[[Path], bool] = lambda _: True) -> Path | None:
     """The undamaged file `name` in the first of `folders` that has it."""
     for path in (folder / name for folder in folders if (folder / name).is_file()):
         if not _hash_file(path).is_file() or _hash_file(path).read_text() != bytes_digest(path):

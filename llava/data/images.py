@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from unicodedata import normalize
 
 from PIL import Image
 
@@ -80,8 +81,8 @@ class ImageStore:
         self.others = {other: ImageStore(other, cache_dir, **options) for other in others if other is not None}
 
     def identity(self) -> str:
-        """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
-        own = f"zip {self.archive.content}" if self.archive else f"folder {os.path.realpath(self.root)}"
+        """A text that identifies the pictures and how they are read: by path, and a zip file by content too."""
+        own = f"{os.path.realpath(self.root)} {self.archive.content if self.archive else ''}"
         return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
 
     def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = bytes_digest) -> str:
@@ -169,7 +170,8 @@ class ImageStore:
         return BytesIO(data)
 
     def _file(self, name: str) -> str:
-        path, root = os.path.join(self.root, name), os.path.abspath(self.root)
+        paths = [os.path.join(self.root, form) for form in (name, normalize("NFC", name), normalize("NFD", name))]
+        path, root = next(filter(os.path.exists, paths), paths[0]), os.path.abspath(self.root)
         try:
             target = os.path.abspath(path)
             status = os.stat(path) if os.path.commonpath([root, target]) == root else None

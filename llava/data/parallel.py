@@ -34,9 +34,8 @@ def in_processes(
             try:
                 result = next(results)
             except BrokenProcessPool:
-                reasons = "the system does that when memory runs out, and damaged data may end a process too"
-                message = f"a process working on {piece}, or shortly after it, was killed; {reasons}"
-                raise ChildProcessError(message) from None
+                message = f"a process working on {piece}, or shortly after it, was killed"
+                raise ChildProcessError(f"{message}: memory ran out, or damaged data ended it") from None
             yield result
 
 

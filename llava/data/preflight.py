@@ -73,10 +73,6 @@ class Manifest:
         """The number of faults or warnings of each kind, in words."""
         return ", ".join(f"{self.counts[kind]:,} {kind}" for kind in findings)
 
-    def when(self) -> str:
-        """The time of the check, as messages write it."""
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.checked))
-
 
 def preflight(
     table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool = True
@@ -256,7 +252,7 @@ def show(args: argparse.Namespace) -> int:
         usable = table.without(manifest.bad_records())
         print("sources", *(f"  {line}" for line in source_lines(usable.epoch())), sep="\n")
     remembered = f", remembered; remove {path} to check again" if manifest.checked < started else ""
-    print(f"checked   {manifest.when()}{remembered}")
+    print(f"checked   {time.ctime(manifest.checked)}{remembered}")
     return int(bool(manifest.faults))
 
 

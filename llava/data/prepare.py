@@ -82,10 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where the files are or go; default: where the scripts expect them")
     args, flags = parser.parse_known_args(argv)
     source = SOURCES[args.source]
-    return exit_status(
-        lambda: prepare(source, args.folder or Path(source.folder), flags),
-        "interrupted: rerun the same command to resume",
-    )
+    folder = args.folder or Path(source.folder)
+    return exit_status(lambda: prepare(source, folder, flags), "interrupted: rerun the same command to resume")
 
 
 def prepare(source: Source, folder: Path, flags: list[str]) -> int:

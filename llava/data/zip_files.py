@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from struct import Struct
+from unicodedata import normalize
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from llava.data.cache import cache_folders, made_once
 from llava.data.errors import DataError
 from llava.utils.digests import settled_stamp
 
-_FORMAT = 2  # of the kept arrays
+_FORMAT = 3  # of the kept arrays
 _LOCAL_HEADER = Struct("<4sHHHHHIIIHH")
 _UTF8, _ENCRYPTED = 0x800, 0x1
 
@@ -75,7 +76,7 @@ class ZipMembers:
         header = self._bytes(offset, _LOCAL_HEADER.size)
         signature, _, flags, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         stored = self._bytes(offset + len(header), name_length)
-        if signature != b"PK\x03\x04" or stored.decode("utf-8" if flags & _UTF8 else "cp437", "replace") != name:
+        if signature != b"PK\x03\x04" or _name_hash(_decoded(stored, flags)) != key:
             raise OSError("the zip file does not hold what its list says")
         if flags & _ENCRYPTED or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise OSError("encrypted, or packed by a method other than deflate; pack the zip file again")
@@ -93,8 +94,8 @@ class ZipMembers:
         """The name of the first member; empty where it cannot be read."""
         offset = int(self.members[1].min())
         try:
-            header = self._bytes(offset, _LOCAL_HEADER.size)
-            return self._bytes(offset + len(header), _LOCAL_HEADER.unpack(header)[-2]).decode("utf-8", "replace")
+            fields = _LOCAL_HEADER.unpack(self._bytes(offset, _LOCAL_HEADER.size))
+            return _decoded(self._bytes(offset + _LOCAL_HEADER.size, fields[-2]), fields[2])
         except OSError:
             return ""
 
@@ -105,24 +106,36 @@ class ZipMembers:
         return data
 
 
+def _decoded(name: bytes, flags: int) -> str:
+    """A member's name; Info-ZIP and macOS write UTF-8 without the flag that says so."""
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError:
+        return name.decode("utf-8" if flags & _UTF8 else "cp437", "replace")
+
+
 def _name_hash(name: str) -> int:
+    """The hash of a name, in whichever form its accents are written."""
+    name = normalize("NFC", name)
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _write_list(path: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            files = {info.filename: info for info in archive.infolist() if not info.is_dir()}  # the last of a name
+            members = [info for info in archive.infolist() if not info.is_dir()]
+        coded = [info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437") for info in members]
+        files = {_decoded(name, info.flag_bits): info for name, info in zip(coded, members, strict=True)}  # the last
         if "" in files:
             raise ValueError("a member has no name")
         rows = [
             (_name_hash(name), info.header_offset, info.compress_size, info.file_size, info.CRC, info.compress_type)
             for name, info in files.items()
         ]
-        members = np.array(rows, np.uint64).T
+        columns = np.array(rows, np.uint64).T
     except Exception as error:  # zipfile raises whatever a damaged list leads it to
         raise DataError(path, f"neither a folder nor a readable zip file ({error})") from error
     if not files:
         raise DataError(path, "the zip file holds no files")
     with target.open("wb") as file:
-        np.save(file, np.ascontiguousarray(members[:, members[0].argsort()]))
+        np.save(file, np.ascontiguousarray(columns[:, columns[0].argsort()]))

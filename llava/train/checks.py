@@ -153,7 +153,7 @@ def checked_records(
     started = time.time()
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules)
     if manifest.checked < started:
-        logger.info("the data was checked at %s; remove %s to check it again", manifest.when(), path)
+        logger.info("the data was checked at %s; remove %s to check it again", time.ctime(manifest.checked), path)
     with named_by(data_from):
         records = usable_records(table, manifest, data_args.on_bad_record, command, path)
     keys = gather_object([records.key])  # other nodes may read copies of the data with other faults

@@ -197,6 +197,28 @@ def test_of_an_animation_the_first_frame_is_used_and_that_is_reported(folder, ki
     assert to_rgb(store.open(path.name)).getpixel((4, 4)) == (255, 0, 0)
 
 
+class Unflagged(zipfile.ZipInfo):
+    """A member as Info-ZIP and macOS write it: a name in UTF-8, without the flag that says so."""
+
+    def _encodeFilenameFlags(self):
+        return self.filename.encode(), self.flag_bits
+
+
+def test_names_beyond_ascii_are_found_whoever_wrote_the_zip_file_and_in_either_form_of_accents(tmp_path):
+    composed, decomposed = "caf\u00e9/\u732b.png", "cafe\u0301/\u732b.png"
+    for number, (name, member) in enumerate(
+        [(composed, Unflagged), (decomposed, Unflagged), (composed, zipfile.ZipInfo)]
+    ):
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
+            archive.writestr(member(name), encoded(noise(seed=1)))
+        store = ImageStore(tmp_path / f"{number}.zip")
+        assert store.check(composed) == store.check(decomposed) and store.check(composed)[1] is None
+        assert repr(name) in store.check("none.png")[1].message
+    (tmp_path / decomposed).parent.mkdir()
+    (tmp_path / decomposed).write_bytes(encoded(noise(seed=1)))
+    assert ImageStore(tmp_path).check(composed)[1] is None
+
+
 @pytest.mark.parametrize("size", [(1, 12_000), (12_000, 1), (101, 1), (16_385, 200)])
 def test_a_picture_too_long_for_its_width_is_refused_by_its_header(everywhere, tmp_path, size):
     data = encoded(Image.new("L", size))
