@@ -76,7 +76,7 @@ CASES = {
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
     "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "is outside"),
     "no picture": ({"image": "../images", "conversations": TURNS}, "image_unreadable", "not a regular file"),
-    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "the record has 'id', 'image_path'"),
+    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "the record has 'image_path'"),
     "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
     "marker for a picture": (
         {"image": "a.png", "conversations": [{"from": "human", "value": "<img>?"}, GPT]},
