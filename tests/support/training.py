@@ -60,7 +60,11 @@ def build(argv: list[str]):
     model = train_module.build_model(*parsed)
     records, eval_path = load_records(parsed[1].data_path), parsed[1].eval_data_path
     eval_records = load_records(eval_path) if eval_path else None
-    return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records)
+    path, max_length = parsed[0].model_name_or_path, parsed[2].model_max_length
+    settings = train_module.run_settings(
+        *parsed, records, train_module.training_tokenizer(path, max_length, None), eval_records
+    )
+    return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records, settings=settings)
 
 
 def fit(argv: list[str]):
