@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
-from llava.launch.settings import NAMES, OF_ONE_STAGE
+from llava.launch.settings import NAMES, OF_ONE_STAGE, is_on
 from llava.utils.names import nearest_name
 from llava.utils.paths import CODE, ROOT, WORK
 from llava.utils.processes import start, wait
@@ -116,9 +116,8 @@ class Recipe:
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""
-        from llava.compare.engine import WHOLE_RUNS, refuse_ignored
-
-        refuse_ignored([WHOLE_RUNS])
+        if is_on(os.environ.get("DRY_RUN", "")):
+            raise ValueError(f"DRY_RUN={os.environ['DRY_RUN']}: {OF_ONE_STAGE['DRY_RUN']}; leave the variable out")
         name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
         print(f"{stage}: the scripts of {ROOT}", flush=True)
         environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}

@@ -129,8 +129,8 @@ def usable_records(
     if bad and (on_bad_record == "error" or len(bad) == len(table)):
         shown = [text for findings in manifest.faults.values() for _, text in findings[: _SHOWN // 2]][:_SHOWN]
         advice = "no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out"
-        what = f"{len(bad):,} of {len(table):,} records cannot be used ({manifest.kinds(manifest.faults)})"
-        raise ValueError("\n  ".join([f"{what}:", *shown]) + f"\nall of them: {command} --list\n{advice}")
+        what = f"{len(bad):,} of {len(table):,} records cannot be used ({manifest.kinds(manifest.faults)}):"
+        raise ValueError("\n  ".join([what, *shown]) + f"\nall of them: {command} --list\n{advice}")
     records = table.without(bad).epoch()
     records.sizes = path
     return records

@@ -71,7 +71,7 @@ def preprocess(
         template: from `llava.conversation`, or its name.
         label_masking: `assistant` or `upstream`, see the module.
         mm_use_im_start_end: put `<im_start>` and `<im_end>` around every image.
-        has_image: False reads `<image>` as a word, as LLaVA does in records without an image.
+        has_image: False reads `<image>` as a word, as LLaVA does in records without an image; `plain` always has one.
 
     Raises:
         ValueError: the conversation is malformed or the template cannot express it; the message says what was expected.
@@ -79,6 +79,7 @@ def preprocess(
     template = get_template(template) if isinstance(template, str) else template
     _check_arguments(tokenizer, template, label_masking)
     upstream = label_masking == "upstream"
+    has_image = has_image or template.sep_style is SeparatorStyle.PLAIN
     turns = training_turns(conversations, template, label_masking, has_image)
     if has_image:
         turns = normalize_image_tokens(turns, template, label_masking, mm_use_im_start_end)

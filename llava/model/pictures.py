@@ -5,6 +5,7 @@ Shapes: N images, K crops of all images, V visual tokens per crop, D LLM hidden 
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn import functional as F
@@ -37,6 +38,8 @@ def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None
         matched = _without_unused([group[0] for group in groups], placeholders)
         if len(matched) == sum(placeholders):
             return torch.stack(matched) if matched else None
+    if all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in entries):
+        raise ValueError(_wrong_number(placeholders, len(entries)))
     if len(groups) > len(placeholders):
         raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
     groups += [[] for _ in range(len(placeholders) - len(groups))]
@@ -64,9 +67,7 @@ def match_crops(
     """
     crops = _without_unused(list(_of_each_image([] if images is None else images)), placeholders)
     if len(crops) != sum(placeholders):
-        raise ValueError(
-            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(crops)} images"
-        )
+        raise ValueError(_wrong_number(placeholders, len(crops)))
     sizes = [None] * len(crops) if image_sizes is None else [tuple(map(int, size)) for size in image_sizes]
     sizes = _without_unused(sizes, placeholders)
     if len(sizes) != len(crops):
@@ -125,3 +126,10 @@ def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor) -> to
         grid = F.interpolate(grid.permute(2, 0, 1)[None], size=(height, width), mode="bilinear")[0].permute(1, 2, 0)
     # Also if no row remains, so that the newline gets a gradient.
     return torch.cat([grid, newline[None].expand(len(grid), 1, -1)], dim=1).flatten(0, 1)
+
+
+def _wrong_number(placeholders: list[int], images: int) -> str:
+    short = next((i for i, end in enumerate(accumulate(placeholders)) if end > images), None)
+    detail = "some are left over" if short is None else f"sample {short} is the first without enough"
+    total = f"{sum(placeholders)} image placeholders ({placeholders} per sample)"
+    return f"the batch has {total} but {images} images; {detail}"

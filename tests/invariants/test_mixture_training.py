@@ -47,7 +47,7 @@ def test_an_epoch_has_the_shares_and_a_resumed_run_the_same_samples(tiny, tmp_pa
     options |= {"save_strategy": "steps", "save_steps": 4, "seed": 7, "telemetry_steps": 0}
     with caplog.at_level("INFO"):
         whole, _ = run(tiny, tmp_path / "whole", 2, **options)
-    assert "scenes  12 of 24 records, 12 samples of an epoch (30.0%)" in caplog.text
+    assert "scenes: 12 of 24 records, 12 samples of an epoch (30.0%)" in caplog.text
     log = log_of(tmp_path / "whole")
     assert len(log) == SAMPLES // BATCH
     start = json.loads((tmp_path / "whole/run.json").read_text())["starts"][0]["configuration"]["data"]

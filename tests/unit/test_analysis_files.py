@@ -240,6 +240,7 @@ def test_a_run_without_any_norm_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("arm", [name for name, norm in NORM_TYPES.items() if norm])
 def test_every_arms_width_and_initial_gain_are_told(tmp_path, arm):
     config = SimpleNamespace(hidden_size=8, mm_projector_norm=arm, mm_projector_norm_target=3.0)
+    config.mm_projector_norm_init_gain = NORM_TYPES[arm].gain_for(3.0, 8)
     projector = end_with_norm(
         torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), config
     )
