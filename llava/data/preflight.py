@@ -93,8 +93,7 @@ def preflight(
 
     settings = [str(_FORMAT), images.identity(), repr(rules.template), rules.label_masking]
     settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
-    # The key does not cover the bytes of images in rows.
-    settings += [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
+    settings += [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]  # for images
     name = f"{table.key[:16]}.{sha256(' '.join(settings).encode()).hexdigest()[:16]}.preflight.npz"
     path = made_once(name, table.folders, partial(_write, table, images, rules, show_progress), is_current)
     return _read(path), path

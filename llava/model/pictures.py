@@ -131,5 +131,4 @@ def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor) -> to
 def _wrong_number(placeholders: list[int], images: int) -> str:
     short = next((i for i, end in enumerate(accumulate(placeholders)) if end > images), None)
     detail = "some are left over" if short is None else f"sample {short} is the first without enough"
-    total = f"{sum(placeholders)} image placeholders ({placeholders} per sample)"
-    return f"the batch has {total} but {images} images; {detail}"
+    return f"{sum(placeholders)} image placeholders ({placeholders} per sample) but {images} images; {detail}"

@@ -65,10 +65,10 @@ def varied(tiny, tmp_path_factory):
 
 
 def micro_batches(trainer) -> set[int]:
-    """How many micro-batches two ranks take in the steps that a single process has planned."""
+    """How many micro-batches two ranks take in the steps of eight samples that a single process has planned."""
     names = ("padding_free", "loss_reduction", "gradient_accumulation_steps", "max_tokens_per_micro_batch")
     args = SimpleNamespace(world_size=2, **{name: getattr(trainer.args, name) for name in names})
-    dataset, size = trainer.train_dataset, 2 * trainer.args.gradient_accumulation_steps
+    dataset, size = trainer.train_dataset, 8
     order = list(sample_order(dataset, trainer.args))[: size * trainer.args.max_steps]
     assign = assignment(dataset, args)
     return {len(assign(order[start : start + size])[0]) for start in range(0, len(order), size)}

@@ -13,7 +13,7 @@ from shell import bash, only
 
 from llava.utils.commands import Parser
 
-WITHOUT_HELP = {"harness"}  # hands all further words to a harness
+WITHOUT_HELP = {"settings", "record", "harness"}  # hands all further words to a harness
 PROGRAMS = sorted(
     path
     for folder in ("llava", "playground", "benchmarks", "patches")

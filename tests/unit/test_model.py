@@ -94,11 +94,11 @@ def test_images_may_come_as_tensor_list_or_per_sample():
 @pytest.mark.parametrize(
     ("images", "placeholders", "message"),
     [
-        (pictures(1), [1, 1], "sample 1 of the batch has 1 image placeholders but 0 images"),
-        (pictures(4), [1, 1], "images for 4 samples.*the batch has 2"),
+        (pictures(1), [1, 1], "2 image placeholders.*1 images; sample 1 is the first without"),
+        (pictures(4), [1, 1], "2 image placeholders.*4 images; some are left over"),
         ([pictures(2), pictures(1)], [1, 1], "sample 0 of the batch has 1 image placeholders but 2 images"),
         ([pictures(1), pictures(1), pictures(1)], [1, 1], "images for 3 samples.*the batch has 2"),
-        (None, [0, 1], "sample 1 of the batch has 1 image placeholders but 0 images"),
+        (None, [0, 1], "1 image placeholders.*0 images; sample 1 is the first without"),
     ],
 )
 def test_wrong_number_of_images_names_the_sample(images, placeholders, message):
