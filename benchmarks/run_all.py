@@ -110,7 +110,7 @@ def targets(rows: tuple[Row, ...], folder: Path = RESULTS) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with the first table below each heading of `TABLES` made anew."""
+    """The page with the first table below each heading of `TABLES` rewritten."""
     for heading, rows in TABLES.items():
         pattern = re.compile(rf"(^## {re.escape(heading)}\n(?:(?!\||## ).*\n)*)(?:\|.*\n)+", re.MULTILINE)
         page, count = pattern.subn(lambda match, rows=rows: f"{match[1]}{targets(rows)}\n", page)
