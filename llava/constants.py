@@ -1,5 +1,7 @@
 """Token names and indices that scripts, checkpoints and evaluation clients of the LLaVA family share."""
 
+from llava.utils import LOGDIR as LOGDIR
+
 IGNORE_INDEX = -100
 """Label of a position that the loss ignores."""
 
@@ -21,6 +23,3 @@ CONTROLLER_HEART_BEAT_EXPIRATION = 30
 
 WORKER_HEART_BEAT_INTERVAL = 15
 """Seconds between heartbeats of LLaVA's workers."""
-
-LOGDIR = "."
-"""Folder of the log files of LLaVA's controller, workers and page."""

@@ -44,8 +44,6 @@ def training_turns(
     Raises:
         ValueError: the conversation is malformed, the template cannot express it, or there is nothing to learn.
     """
-    if not has_image and template.sep_style is SeparatorStyle.PLAIN:
-        raise ValueError("the plain template needs an image, found none under 'image'")
     turns = parse_turns(conversations)
     upstream = label_masking == "upstream"
     if upstream:
@@ -63,9 +61,10 @@ def check_order(turns: list[Turn], template: Conversation, complete: bool = True
     style, speakers = template.sep_style, [speaker for speaker, _ in turns]
     if style is SeparatorStyle.PLAIN:
         expected = ["human", "gpt"] if complete else ["human"]
-        if speakers != expected or DEFAULT_IMAGE_TOKEN not in turns[0][1]:
-            first = f"the first with {DEFAULT_IMAGE_TOKEN}"
-            raise ValueError(f"template plain: expected the turns {expected}, {first}, found {speakers}")
+        if speakers != expected:
+            raise ValueError(f"template plain: expected the turns {expected}, found {speakers}")
+        if DEFAULT_IMAGE_TOKEN not in turns[0][1]:
+            raise ValueError(f"the plain template needs an image: found no {DEFAULT_IMAGE_TOKEN} in the human's turn")
         return
     spoken = [speaker for speaker in speakers if speaker != "system"]
     if not spoken:

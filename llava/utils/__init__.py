@@ -5,6 +5,9 @@ import logging
 import os
 from typing import Any
 
+LOGDIR = "."
+"""Folder of the log files of LLaVA's controller, workers and page."""
+
 server_error_msg = "The server did not answer. Please try again, or reload the page."
 moderation_msg = "The moderation service flagged this message. Please write it differently."
 
@@ -16,8 +19,6 @@ def disable_torch_init() -> None:
 def build_logger(logger_name: str, logger_filename: str) -> logging.Logger:
     """The logger of that name; it writes to stderr and to a file in `LOGDIR`, a new one each day."""
     from logging.handlers import TimedRotatingFileHandler
-
-    from llava.constants import LOGDIR
 
     logger = logging.getLogger(logger_name)
     logger.setLevel(logging.INFO)

@@ -281,7 +281,7 @@ SYSTEM = {"from": "system", "value": "Be terse."}
         ([HUMAN, GPT, GPT], "llama_2", "two 'gpt' turns in a row"),
         ([GPT, HUMAN, GPT], "llama_2", "the human to speak first"),
         ([HUMAN], "v1", "at least one 'gpt' turn"),
-        ([HUMAN, GPT], "plain", "template plain: expected the turns"),
+        ([HUMAN, GPT], "plain", "the plain template needs an image"),
         ([HUMAN, GPT], "v9", "no such conversation template"),
     ],
 )
