@@ -177,7 +177,7 @@ def write_run_record(
         "order": order_digest(sample_order(dataset, training_args)),
         "initial_weights": weights_digests(model, training_args.process_index == 0),
         **software(),
-        "devices": {"ranks": training_args.world_size, "kind": kind},
+        "devices": {"ranks": training_args.world_size, "kind": kind, **preloaded_libraries()},
     }
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
@@ -193,6 +193,13 @@ def write_run_record(
         starts.append({"configuration": configuration, "provenance": provenance})
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
         write_text(path, text + "\n", synced=True)
+
+
+def preloaded_libraries() -> dict[str, str]:
+    """The libraries of `LD_PRELOAD` that may change a run's numbers, as other kernels of MKL do; allocators do not."""
+    names = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    others = " ".join(name for name in names if "malloc" not in name)
+    return {"preloaded": others} if others else {}
 
 
 def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:

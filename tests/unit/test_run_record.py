@@ -70,6 +70,15 @@ def test_other_pictures_in_the_same_folder_are_another_arm_and_no_continuation(t
     assert set(differences(before, configuration_on(moved))) == {"data.pictures"}
 
 
+def test_a_library_preloaded_for_other_kernels_makes_another_configuration_an_allocator_does_not(
+    tiny, runs, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/libtcmalloc.so.4:/nowhere/libfakeintel.so")
+    train(flags(tiny, tmp_path / "again", 1, norm="none", max_steps=2, save_strategy="steps", save_steps=1))
+    changed = differences(configuration(runs / "none"), configuration(tmp_path / "again"))
+    assert set(changed) == {"devices"} and changed["devices"][1]["preloaded"] == "libfakeintel.so"
+
+
 def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tmp_path):
     model = build_model(*parse_arguments(flags(tiny, tmp_path, 1)))
     before = weights_digests(model)
