@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
 _SAMPLED = 1 << 16  # bytes of a block of `sampled_digest`
 # The files of a model's folder from which training takes weights, code and settings; its tokenizer is not among them.
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.py", "config.json", "preprocessor_config.json", "processor_config.json")
+_LEFT_OUT = re.compile(r"\..*|checkpoint-\d+")  # folders
 _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
 
@@ -40,7 +42,7 @@ def sampled_digest(source: Path, blocks: int) -> str:
 def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -> str:
     """16 hexadecimal digits of a SHA-256 over names and all bytes of a file or of a folder's files.
 
-    Hidden files do not count.
+    Hidden files and a run's `checkpoint-N` do not count.
 
     Args:
         path: the file or folder.
@@ -62,7 +64,7 @@ def _files(folder: Path, deep: bool) -> Iterator[Path]:
     seen = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [name for name in folders if not name.startswith(".")] if deep and real not in seen else []
+        folders[:] = [name for name in folders if not _LEFT_OUT.fullmatch(name)] if deep and real not in seen else []
         if real not in seen:
             yield from (file for name in names if not name.startswith(".") and (file := Path(place, name)).is_file())
         seen.add(real)  # a link may lead back to a folder above
@@ -88,22 +90,15 @@ def settled_stamp(source: Path) -> list[int]:
 
 
 def revision(path: str) -> str | None:
-    """The commit of a hub model in the local cache, or the fingerprint of a file or folder, else None.
+    """The commit of a hub model in the local cache, or the fingerprint of a file, folder or edited snapshot, else None.
 
-    That of a LoRA's folder also holds its base's.
+    What a folder loads from elsewhere follows: a LoRA's base, and a vision tower or its image processor.
     """
-    from huggingface_hub import try_to_load_from_cache
-
-    place = Path(path)
-    if place.exists():
-        own = _cached_commit(place.resolve()) or fingerprint(place)
-        base = _lora_base(place)
-        return f"{own}-{revision(base)}" if base else own
-    try:
-        cached = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # not the form of a hub id
+    if (place := _place(path, local_files_only=True)) is None:
         return None
-    return Path(cached).parent.name if isinstance(cached, str) else None
+    own = _commit(place) or fingerprint(place, deep=True)
+    # The config of a part that is not here yet is fetched, so that loading the part changes nothing.
+    return "-".join([own, *(str(_place(part) and revision(part)) for part in _outer_parts(place))])
 
 
 def model_digest(path: str, cache_dir: str | None = None) -> str | None:
@@ -111,30 +106,54 @@ def model_digest(path: str, cache_dir: str | None = None) -> str | None:
 
     None if nothing is there; loading it raises an error that names it.
     """
+    if (place := _place(path, cache_dir=cache_dir)) is None:
+        return None
+    commit = _commit(place, cache_dir)
+    return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
+
+
+def _place(path: str, **options: Any) -> Path | None:
+    """A file or folder, or the snapshot of a hub id, whose config is fetched if need be; None if there is none."""
     from huggingface_hub import hf_hub_download
 
-    place = Path(path)
-    if place.exists():
-        commit = _cached_commit(place.resolve())
-        return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
     try:
-        return f"commit {Path(hf_hub_download(path, 'config.json', cache_dir=cache_dir)).parent.name}"
-    except (OSError, ValueError):
+        return Path(path) if Path(path).exists() else Path(hf_hub_download(path, "config.json", **options)).parent
+    except (OSError, ValueError):  # not the form of a hub id, or not there
         return None
 
 
-def _cached_commit(folder: Path) -> str | None:
-    """The commit that a snapshot's folder in the hub's cache is named after; None for any other folder."""
+def _commit(folder: Path, cache_dir: str | None = None) -> str | None:
+    """The commit of a snapshot in the hub's cache whose files are as fetched; None for any other folder."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    cache = Path(HF_HUB_CACHE).resolve()
+    folder, cache = folder.resolve(), Path(cache_dir or HF_HUB_CACHE).resolve()
     if not folder.is_relative_to(cache) or not _SNAPSHOT.fullmatch(folder.relative_to(cache).as_posix()):
         return None
-    return folder.name
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return folder.name if all(pool.map(_is_as_fetched, _files(folder, deep=True))) else None
 
 
-def _lora_base(folder: Path) -> str | None:
+def _is_as_fetched(file: Path) -> bool:
+    """Whether a file of a snapshot is a blob whose name is its SHA-256 or, if it is small, git's SHA-1."""
+    blob = file.resolve()
+    if len(blob.name) == 64:
+        return bytes_digest(blob) == blob.name
+    return hashlib.sha1(b"blob %d\0%b" % (blob.stat().st_size, blob.read_bytes())).hexdigest() == blob.name
+
+
+def _outer_parts(folder: Path) -> list[str]:
+    """The models outside a checkpoint's folder from which it is completed."""
+    config, adapter = (_read_fields(folder / name) for name in ("config.json", "adapter_config.json"))
+    parts = [adapter.get("base_model_name_or_path"), config.get("mm_vision_tower")]
+    is_whole = not adapter and not (folder / "mm_projector.bin").exists() and config.get("mm_vision_config")
+    if is_whole and any(folder.glob("*processor_config.json")):
+        parts.pop()
+    return [part for part in parts if part]
+
+
+def _read_fields(file: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return fields if isinstance(fields, dict) else {}
+    except (OSError, ValueError):
+        return {}

@@ -17,6 +17,7 @@ from llava.analysis.embedding_norms import PAPER_NORMS, paper_of, read_embedding
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES, end_with_norm, projector_norm
+from llava.utils.digests import fingerprint
 
 SMOLLM2 = ROOT / "playground/data/smollm2-135m-instruct"
 
@@ -120,7 +121,7 @@ def test_a_hub_id_is_read_from_the_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True, raising=False)
     document = run(tmp_path / "out", "embedding-norms", "--model", "some/model")
     assert document["rows"][0]["mean"] == pytest.approx(embedding().norm(dim=1).mean().item(), rel=1e-6)
-    assert document["provenance"]["models"][0]["revision"] == commit
+    assert document["provenance"]["models"][0]["revision"] == fingerprint(repository / "snapshots" / commit)
 
 
 def test_zero_rows_are_counted_and_a_descendant_stands_beside_its_base(tmp_path):

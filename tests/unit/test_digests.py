@@ -1,5 +1,6 @@
 """What makes a kept result invalid: any byte of weights, data or pictures, and this tree's code."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llava.compare.answers import SOURCES
 from llava.data.checks import PlacedImage
 from llava.data.images import ImageStore
 from llava.utils import versions
-from llava.utils.digests import fingerprint, revision
+from llava.utils.digests import fingerprint, model_digest, revision
 from llava.utils.versions import code_digest
 
 
@@ -40,28 +41,57 @@ def test_a_norms_gain_in_a_file_of_72_mib_changes_the_fingerprint(tmp_path, writ
     assert found[0] == found[2] != found[1]
 
 
-def test_only_a_snapshot_in_the_hubs_cache_goes_by_its_commit(tmp_path, monkeypatch):
+def test_an_unedited_snapshot_in_the_hubs_cache_alone_goes_by_its_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     commit = "0123456789" * 4
+    snapshot = tmp_path / f"hub/models--a--b/snapshots/{commit}"
     ours = [tmp_path / "snapshots" / "model", tmp_path / f"models--a--b/snapshots/{commit}"]
-    for folder in (*ours, tmp_path / f"hub/models--a--b/snapshots/{commit}"):
+    for folder in (*ours, snapshot):
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    assert revision(str(folder)) == commit
+    (blobs := tmp_path / "hub/models--a--b/blobs").mkdir()
+    for name, kind, content in (("config.json", "sha1", b"{}"), ("model.safetensors", "sha256", b"weights")):
+        head = b"blob %d\0" % len(content) if kind == "sha1" else b""
+        blob = blobs / hashlib.new(kind, head + content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(blob)
+    assert (revision(str(snapshot)), model_digest(str(snapshot))) == (commit, f"commit {commit}")
+    blob.write_bytes(b"Weights")
+    assert revision(str(snapshot)) == fingerprint(snapshot)
+    assert model_digest(str(snapshot)).removeprefix("SHA-256 ") == fingerprint(snapshot)
     for folder in ours:
+        (folder / "config.json").write_text("{}")
         before = revision(str(folder))
         (folder / "config.json").write_text("[]")
         assert before != revision(str(folder)) == fingerprint(folder)
 
 
-def test_a_loras_revision_changes_with_its_base(tmp_path):
-    for name in ("base", "lora"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text("a")
+def test_a_checkpoints_revision_follows_what_it_is_completed_from(tmp_path):
+    """A LoRA's base; the tower of LLaVA-1.5's form, of stage 1 and of a LoRA's base, but not that of a whole folder."""
+    for name in ("base", "lora", "tower", "llava-1.5", "stage-1", "whole"):
+        (tmp_path / name / "shards").mkdir(parents=True)
+        (tmp_path / name / "shards/model.safetensors").write_text("a")
+    outside, inside = {"mm_vision_tower": str(tmp_path / "tower")}, {"mm_vision_config": {"model_type": "clip"}}
+    for name, config in {
+        "llava-1.5": outside,
+        "base": outside,
+        "stage-1": outside | inside,
+        "whole": outside | inside,
+    }.items():
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "stage-1/mm_projector.bin").touch()
+    (tmp_path / "whole/preprocessor_config.json").touch()
     (tmp_path / "lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
-    before = revision(str(tmp_path / "lora"))
-    (tmp_path / "base/model.safetensors").write_text("b")
-    assert revision(str(tmp_path / "lora")) != before
+
+    def changed_by(file: str) -> set[str]:
+        before = {place.name: revision(str(place)) for place in tmp_path.iterdir()}
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("b")
+        return {place.name for place in tmp_path.iterdir() if revision(str(place)) != before[place.name]}
+
+    assert changed_by("base/shards/model.safetensors") == {"base", "lora"}
+    assert changed_by("tower/shards/model.safetensors") == {"tower", "llava-1.5", "stage-1", "base", "lora"}
+    assert changed_by("whole/shards/model.safetensors") == {"whole"}
+    assert changed_by("whole/checkpoint-10/model.safetensors") == set()
 
 
 def test_subfolders_count_where_asked_and_a_link_to_a_folder_above_ends(tmp_path):
