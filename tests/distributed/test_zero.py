@@ -9,6 +9,9 @@ import train_by_auto
 from training import flags
 from two_ranks import COMPARABLE, assert_same, launch_in_turn, run_on_ranks
 
+from llava.train.train import train
+from llava.utils.provenance import RUN_FILE, read_starts
+
 pytestmark = pytest.mark.slow
 
 
@@ -52,3 +55,13 @@ def test_the_bases_sampling_settings_reach_no_checkpoint(tiny, tmp_path):
     for file in (tmp_path / zero / part for _, zero in runs for part in ("", "checkpoint-1")):
         fields = json.loads((file / "generation_config.json").read_text())
         assert fields | ids == fields and not fields.keys() & others.keys()
+
+
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_the_projector_starts_from_the_same_weights_under_every_stage(tiny, tmp_path, tower):
+    """CLIP draws random numbers where ZeRO-3 builds it, without which nothing is drawn."""
+    run = {name: flags(tiny, tmp_path / name, 1, tower=tower, max_steps=1) for name in ("zero2", "zero3", "none")}
+    launch_in_turn([(run["zero2"], "zero2"), (run["zero3"], "zero3")], tmp_path)
+    train(run["none"])
+    starts = [read_starts(tmp_path / name / RUN_FILE)[0]["configuration"]["initial_weights"] for name in run]
+    assert len({start["mm_mlp_adapter"] for start in starts}) == 1

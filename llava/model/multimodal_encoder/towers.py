@@ -132,8 +132,9 @@ class VisionTower(nn.Module):
         device = self.device
         options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
         try:
-            # The report would fill a screen with the layers and heads that the tower does not build.
-            with beside_another_model(), _without_loading_report():
+            # The report would list the layers that are not built. Under ZeRO-3 building CLIP or DINOv2 draws random
+            # numbers, on which the projector's must not depend.
+            with torch.random.fork_rng(devices=[]), beside_another_model(), _without_loading_report():
                 loaded: Any = self.model_class.from_pretrained(name_or_path, **options)
                 model, info = loaded
         except OSError as error:
