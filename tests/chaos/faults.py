@@ -2,7 +2,7 @@
 
 Every fault says how the first start is broken, what must be printed, and what is done before the second start, which
 is the same command. Lost steps are those that are computed twice. What must be printed is quoted whole, with `...` for
-what the program fills in: `tests/scripts/test_chaos.py` compares every quote with the messages in the sources.
+what the program fills in.
 """
 
 import json
@@ -241,7 +241,6 @@ FAULTS = [
     ),
 ]
 # What the whole check must not find out alone: every kind of end, save and refusal, on one rank. At most two minutes.
-QUICK = ("Ctrl-C, one rank", "checkpoint truncated", "loss not finite, 2 in a row", "restart with other flags")
 
 
 def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:

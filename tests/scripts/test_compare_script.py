@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +42,7 @@ def compare(tmp_path):
         variables = only(**env | extra)
         if not start:
             return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-        # Where tests run in the background Ctrl-C may be ignored, which children inherit.
-        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        options = {"stdout": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": listens}
-        return subprocess.Popen(words, cwd=ROOT, env=variables, **options)
+        return subprocess.Popen(words, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
 
     run.out = out
     return run, new_lines(calls)
@@ -87,33 +82,6 @@ def test_every_step_in_order_and_a_rerun_trains_and_measures_nothing(compare):
     assert "(trained), '0.5' (now)" in refused.stderr
 
 
-PLUGIN = """
-from llava.model.multimodal_projector.norm import AlignedRMSNorm
-from llava.plugin import register_norm
-
-register_norm("half_rmsnorm", type("HalfNorm", (AlignedRMSNorm,), {"__module__": __name__}))
-"""
-
-
-@pytest.mark.slow
-def test_an_arm_of_a_plug_in_is_trained_evaluated_and_compared(compare, tmp_path):
-    run, seen = compare
-    (tmp_path / "my_parts.py").write_text(PLUGIN)
-    flags = ("--arms", "none,half_rmsnorm", "--seeds", "7,", "--tasks", "pope")
-    refused = run(*flags)
-    assert refused.returncode == 2 and "'half_rmsnorm' is not one of: none, layernorm" in refused.stderr and not seen()
-    done = run(*flags, PLUGINS=tmp_path / "my_parts.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in seen() if "half" in line] == [
-        "train 7 half_rmsnorm pretrain",
-        "train 7 half_rmsnorm finetune",
-        "evaluate half_rmsnorm",
-    ]
-    assert "half_rmsnorm" in (run.out / "report.html").read_text()
-    command = json.loads((run.out / "seed-7/half_rmsnorm/finetune/run.json").read_text())["starts"][0]["provenance"]
-    assert f"--plugin {tmp_path / 'my_parts.py'}" in command["command"]
-
-
 @pytest.mark.slow
 def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
     run, seen = compare
@@ -123,57 +91,34 @@ def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_killed_while_training_a_rerun_resumes(compare, sent):
+def test_killed_while_training_a_rerun_waits_for_the_training_and_resumes(compare):
     run, seen = compare
     process = run("--arms", "none,layernorm", start=True, HANGS="train 42 layernorm pretrain")
     wait_for("train 42 layernorm pretrain", seen)
     family = psutil.Process(process.pid).children(recursive=True)
-    if sent is signal.SIGINT:
-        os.killpg(process.pid, sent)  # Ctrl-C reaches the terminal's group
-    else:
-        process.send_signal(sent)
+    process.kill()
     process.wait(timeout=60)
-    if sent is signal.SIGKILL:  # the training outlived the script and still writes into the folder
-        locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)
-        assert locked.returncode == 2 and "waiting for its end" in locked.stderr and not seen()
-        assert "in use by another call or by a training that it left; wait for its end" in locked.stderr
-        kill(family)
-    else:
-        assert process.returncode == 130 and seen() == ["saved"]
+    locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)  # the training lives on and writes into the folder
+    assert locked.returncode == 2 and "waiting for its end" in locked.stderr and not seen()
+    assert "in use by another call or by a training that it left; wait for its end" in locked.stderr
+    kill(family)
     done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]
     assert trained == [f"train 42 layernorm {stage}" for stage in ("pretrain", "finetune")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["evaluate layernorm", "measure theory analysis"])
-def test_terminated_in_a_later_step_it_lets_the_step_save(compare, step):
-    run, seen = compare
-    process = run("--arms", "none,layernorm", start=True, HANGS=step)
-    wait_for(step, seen)
-    process.terminate()
-    assert process.wait(timeout=60) == 130 and seen() == ["saved"]
-    assert run("--arms", "none,layernorm").returncode == 0
-    assert step in seen()
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--preset", "no"], "--preset: invalid choice: 'no'"),
-        (["--seeds", "two"], "--seeds two"),
         (["--seeds", "0"], "--seeds 0"),
         (["--seeds", "1,1"], "seed twice"),
         (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
         (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
-        (["--arms", "none,layernorm@default,layernorm@default"], "arm twice"),
         (["--arms", "layernorm,none"], "baseline"),
         (["--arms", "none,none"], "arm twice"),
         (["--arms", "none,none@default"], "none@default"),
-        (["--arms", "none,none-fixed"], "none-fixed"),
-        (["--arms"], "--arms: expected one argument"),
         (["--epochs", "3"], "--epochs"),
     ],
 )

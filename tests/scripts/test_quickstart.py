@@ -1,6 +1,7 @@
 """The quickstart: what runs beside what, what a second call leaves out, what is refused, and its page."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,8 +20,13 @@ from shell import bash, new_lines, only
 from study_stub import KINDS
 
 from llava.compare import quickstart, steps
+from llava.compare.__main__ import main
+from llava.compare.engine import at_work
+from llava.compare.runs import Run
 from llava.compare.steps import Step, StepError, run_lanes
 from llava.launch import devices
+from llava.launch.settings import NAMES
+from llava.utils.provenance import RUN_FILE
 
 # A stand-in for Python that writes down when what was begun and ended, and leaves the files of study_stub.
 PYTHON = r"""#!/usr/bin/env bash
@@ -36,7 +42,6 @@ case "$*" in
     echo "said by $name"
     [ "$name" != "train $STUBBORN" ] || { trap '' TERM USR1 INT; sleep 60 & wait; }
     [ "$name" != "train $HANGS" ] || { trap 'note end; exit 85' TERM USR1; sleep 60 & wait; }
-    [ "$name" != "train $FAILS" ] || { echo "no such flag" >&2; exit 3; }
     sleep "${TRAINS:-0.3}" ;;
   *"llava.compare answers"*) arm=${5%/finetune} name="answers ${arm##*/}" && note begin ;;
   *llava.analysis*) name="measure $3" && note begin ;;
@@ -93,7 +98,7 @@ def wait_for(file):
 
 @pytest.mark.slow
 @pytest.mark.skipif(quickstart.available_cores() < 2, reason="arms train side by side on two cores")
-def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
+def test_arms_train_side_by_side_and_a_second_call_trains_nothing_or_is_refused(start):
     done = start(TRAINS=1)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = start.calls()
@@ -103,33 +108,27 @@ def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     for arm in ("none", "gwc_layernorm"):
         mine = [words[-1].removeprefix(f"{arm}/") for words in begun(lines) if words[-1].startswith(arm)]
         assert mine == ["pretrain", "finetune", arm]  # the last: its answers
-    assert begun(lines)[-1] == ["measure", "update-rates"] and "| all questions" not in done.stdout
-    assert "|   all questions" in done.stdout and "gwc_layernorm minus none" in (start.out / "index.html").read_text()
-    assert "\r" not in done.stdout
-    times = json.loads((start.out / "record.json").read_text())["times"]
-    assert times["none, pretrain"] >= 1
-
-
-@pytest.mark.slow
-def test_on_gpus_one_arm_trains_after_the_other(start):
-    assert start(NUM_GPUS=1, LAUNCHER="python").returncode == 0
-    running = 0
-    for line in start.calls():
-        if "train" in line:
-            running += 1 if line.startswith("begin") else -1
-            assert running <= 1
-
-
-@pytest.mark.slow
-def test_a_second_call_trains_nothing_again(start):
-    assert start().returncode == 0
+    assert begun(lines)[-1] == ["measure", "update-rates"]
+    assert "gwc_layernorm minus none" in (start.out / "index.html").read_text()
     before = json.loads((start.out / "record.json").read_text())["times"]
-    start.calls()
+    assert before["none, pretrain"] >= 1
     again = start()
     assert again.returncode == 0 and not begun(start.calls(), "train")
     assert again.stdout.count("is complete, skipped") == 7  # stages, answers and the measurement
     kept = json.loads((start.out / "record.json").read_text())["times"]
     assert kept["none, pretrain"] == before["none, pretrain"]
+    other = start(SEED=7)
+    assert other.returncode == 2 and not begun(start.calls(), "train")
+    first, second, *_ = other.stderr.splitlines()
+    assert f"{start.out}/none/pretrain was trained with different flags" in first
+    assert "seed: " in second and "choose another --output-dir" in other.stderr
+
+
+@pytest.mark.parametrize(("on_gpu", "lanes"), [(True, 1), (False, 2)])
+def test_on_gpus_one_arm_trains_after_the_other(on_gpu, lanes, monkeypatch, tmp_path):
+    monkeypatch.setattr(quickstart, "resolve_devices", lambda environment: SimpleNamespace(on_gpu=on_gpu))
+    monkeypatch.setattr(quickstart, "runs_at_once", lambda runs, cores: runs)
+    assert quickstart.Quickstart("demo", ["none", "gwc_layernorm"], [], tmp_path, "scenes").places() == [{}] * lanes
 
 
 @pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
@@ -156,16 +155,18 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_failed_step_names_its_log_and_ends_the_other_arm(start):
-    failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
-    assert failed.returncode == 2
-    log = start.out / "none/finetune.log"
-    assert "none, finetune failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
-    assert failed.stderr.endswith(f"its log: {log}\nrerun the same command to resume\n")
-    assert "Traceback" not in failed.stderr
+def test_an_interruption_ends_every_arm_and_a_rerun_resumes(start):
+    process = start(wait=False, HANGS="none/finetune")
+    wait_for(start.out / "none/finetune/train_log.jsonl")
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does with Ctrl-C
+    assert process.wait(timeout=30) == 130
+    assert "rerun the same command to resume" in process.stderr.read()
+    assert not psutil.wait_procs(family, timeout=10)[1]
     start.calls()
     assert start().returncode == 0
-    assert sorted(begun(start.calls(), "train")) == [["train", "gwc_layernorm/finetune"], ["train", "none/finetune"]]
+    again = begun(start.calls(), "train")
+    assert ["train", "none/finetune"] in again and ["train", "none/pretrain"] not in again
 
 
 @pytest.mark.slow
@@ -180,71 +181,43 @@ def test_a_second_interruption_ends_a_training_that_does_not_listen(start):
     assert not psutil.wait_procs(family, timeout=10)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_ends_every_arm_and_a_rerun_resumes(start, sent):
-    process = start(wait=False, HANGS="none/finetune")
-    wait_for(start.out / "none/finetune/train_log.jsonl")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(sent)
-    assert process.wait(timeout=30) == 130
-    assert "rerun the same command to resume" in process.stderr.read()
-    assert not psutil.wait_procs(family, timeout=10)[1]
-    start.calls()
-    assert start().returncode == 0
-    assert ["train", "none/finetune"] in begun(start.calls(), "train")
+def test_a_run_that_logged_no_step_blocks_no_later_call(tmp_path):
+    run = Run(tmp_path, None, "none")
+    run.folder("pretrain").mkdir(parents=True)
+    (run.folder("pretrain") / RUN_FILE).write_text("{}")
+    assert not run.has_begun("pretrain")
+    (run.folder("pretrain") / "train_log.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    assert run.has_begun("pretrain")
 
 
-@pytest.mark.slow
-def test_a_second_call_with_other_settings_is_refused_by_name(start):
-    assert start().returncode == 0
-    start.calls()
-    for variable, value, name in (("SEED", 7, "seed"), ("MODEL_PATH", "/", "model_name_or_path")):
-        other = start(**{variable: value})
-        assert other.returncode == 2 and not begun(start.calls(), "train")
-        first, second, *_ = other.stderr.splitlines()
-        assert f"{start.out}/none/pretrain was trained with different flags" in first
-        assert f"{name}: " in second and "choose another --output-dir" in other.stderr
-
-
-@pytest.mark.slow
-def test_settings_that_trained_nothing_block_no_later_call(start):
-    assert start(FAILS="none/pretrain", HANGS="gwc_layernorm/pretrain").returncode == 2
-    for log in start.out.glob("*/*/train_log.jsonl"):
-        log.unlink()
-    assert start(SEED=7).returncode == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "extra", "said"),
+    ("flags", "variables", "said"),
     [
         (["--arms", "none none"], {}, "each once"),
         (["--arms", "none,batchnorm"], {}, "'batchnorm' is not one of"),
         ([], {"PROJECTOR": "linear"}, "PROJECTOR=linear: arms have mlp2x_gelu"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, said):
-    refused = start(*flags, **extra)
-    assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1
-    assert not start.calls() and not start.out.exists()
+def test_wrong_settings_are_refused_before_anything_runs(flags, variables, said, tmp_path, capsys, monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["quickstart", "--output-dir", str(tmp_path / "out"), *flags]) == 2
+    refused = capsys.readouterr().err
+    assert said in refused and len(refused.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_an_output_folder_that_cannot_be_written_is_named(start):
-    start.out.touch()
-    refused = start()
-    assert refused.returncode == 2 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
-
-
-@pytest.mark.slow
-def test_two_calls_at_once_do_not_train_into_one_folder(start):
-    first = start(wait=False, HANGS="none/pretrain")
-    wait_for(start.out / "none/pretrain/train_log.jsonl")
-    second = start()
-    first.send_signal(signal.SIGINT)
-    first.wait(timeout=30)
-    assert second.returncode == 2 and "is in use by another call" in second.stderr
+def test_a_folder_that_cannot_be_written_or_is_in_use_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCK_SECONDS", "0")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own way to end
+    (tmp_path / "file").touch()
+    refusal = f"{tmp_path}/file cannot be written: File exists; set OUTPUT_ROOT"
+    with pytest.raises(ValueError, match=re.escape(refusal)), at_work(tmp_path / "file"):
+        pass
+    with at_work(tmp_path / "out"), pytest.raises(ValueError, match="is in use by another call"):
+        with at_work(tmp_path / "out"):
+            pass
 
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
@@ -278,26 +251,31 @@ def test_a_failure_shows_only_the_last_state_of_a_progress_bar(tmp_path):
     assert "10%" not in str(raised.value).split("exit 4'")[1]
 
 
+def test_a_failed_step_names_its_log_and_ends_the_other_lane(tmp_path):
+    hangs = f"trap 'touch {tmp_path}/told; exit 85' TERM; touch {tmp_path}/ready; while true; do sleep 0.1; done"
+    fails = f"until [ -e {tmp_path}/ready ]; do sleep 0.1; done; echo no such flag; exit 3"
+    lanes = {"a": [Step("other", ["bash", "-c", hangs], tmp_path / "a.log")]}
+    lanes["b"] = [Step("it", ["bash", "-c", fails], tmp_path / "b.log"), Step("next", ["false"], tmp_path / "c.log")]
+    with pytest.raises(StepError) as raised:
+        run_lanes(lanes, [{}] * 2)
+    first, *rest = str(raised.value).splitlines()
+    assert first.startswith("it failed with status 3: ")
+    assert rest == ["  | no such flag", f"its log: {tmp_path}/b.log", "rerun the same command to resume"]
+    assert (tmp_path / "told").exists() and not (tmp_path / "c.log").exists()
+
+
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_hands_its_flags_over(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    run = bash("scripts/quickstart.sh", "--data", "stamps", "--arms", "none", LLAVA_PYTHON=python)
-    assert run.stdout.endswith("-m llava.compare quickstart --data stamps --arms none\n")
-
-
 @pytest.mark.parametrize(
-    ("variables", "extras"),
-    [({}, "playground"), ({"REPORT_TO": "tensorboard"}, "playground,train"), ({"EXTRAS": "train"}, "train")],
+    ("variables", "extras"), [({}, "playground"), ({"REPORT_TO": "tensorboard"}, "playground,train")]
 )
-def test_deepspeed_and_tensorboard_are_installed_on_request(tmp_path, variables, extras):
+def test_the_script_hands_its_flags_over_and_installs_what_it_needs(tmp_path, variables, extras):
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "EXTRAS=$EXTRAS"\n')
+    python.write_text('#!/bin/sh\necho "EXTRAS=$EXTRAS $@"\n')
     python.chmod(0o755)
-    assert f"EXTRAS={extras}\n" in bash("scripts/quickstart.sh", LLAVA_PYTHON=python, **variables).stdout
+    run = bash("scripts/quickstart.sh", "--arms", "none", LLAVA_PYTHON=python, **variables)
+    assert f"EXTRAS={extras} " in run.stdout and run.stdout.endswith("-m llava.compare quickstart --arms none\n")
 
 
 def test_the_command_line_starts_without_loading_models_or_figures():
@@ -305,12 +283,3 @@ def test_the_command_line_starts_without_loading_models_or_figures():
     code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
-
-
-def test_the_demo_preset_takes_the_named_data():
-    from llava.launch.recipe import resolved_run
-
-    for data in quickstart.PICTURES:
-        flags = resolved_run("pretrain", PRESET="demo", NUM_GPUS=0, DEMO_DATA=data)["flags"]
-        assert flags["data_path"] == f"playground/data/{data}/pretrain.json"
-        assert flags["vision_tower"] == f"playground/data/siglip-{data}"

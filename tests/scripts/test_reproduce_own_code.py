@@ -1,28 +1,22 @@
-"""`scripts/reproduce.sh` on models whose code is in their repositories: tiny ones in their form, from a fake hub.
+"""The paper's measurements of models whose code is in their repositories: tiny ones in their form.
 
-What an item writes is compared with a float64 run of the same tiny model, whose inputs are made here.
+What a command writes is compared with a float64 run of the same tiny model, whose inputs are made here.
 """
 
 import io
 import json
-import re
-import subprocess
-import sys
 
-import hub_server
 import numpy as np
 import own_code_models as own
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import vision_language_models
-from paths import ROOT
 from PIL import Image
-from shell import only
 from transformers import PreTrainedTokenizerFast
 
-from llava.compare.reproduce import BENCHMARKS, MODELS
+from llava.analysis.__main__ import main
+from llava.compare.reproduce import MODELS
 
 pytestmark = pytest.mark.slow
 SHAPES = ((16, 16), (24, 16), (8, 32), (16, 8))  # multiples of two patches, which no processor resizes
@@ -50,45 +44,28 @@ def shard() -> bytes:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder of each model."""
+    """The folder of each model, named as its repository: by this name the paper's numbers are found."""
     root = tmp_path_factory.mktemp("own")
+    found = {name: root / MODELS[name].rpartition("/")[2] for name in WRITERS}
     for name, write in WRITERS.items():
-        write(root / name)
-    return {name: root / name for name in WRITERS}
+        write(found[name])
+    return found
 
 
 @pytest.fixture(scope="module")
-def reproduce(tiny, folders, tmp_path_factory):
-    """A function from an item to its page and its folder; `others` are a tiny LLaVA, `replaced` other tiny models."""
-    root = tmp_path_factory.mktemp("reproduce")
-    llava = vision_language_models.saved_llava(tiny, root / "llava")
-    with hub_server.serve() as hub:
-        contents = {MODELS[name]: folder for name, folder in folders.items()}
-        for repository, folder in contents.items():
-            files = {file.name: file.read_bytes() for file in folder.iterdir()}
-            hub.models[repository] = hub_server.Repository(repository, public=True, branches={"main": files})
-        for benchmark, file in zip(BENCHMARKS, ("en/dev-0.parquet", "data/a.parquet", "a.parquet"), strict=True):
-            hub.models[benchmark] = hub_server.Repository(benchmark, public=True, branches={"main": {file: shard()}})
+def measure(folders, tmp_path_factory):
+    """A function from a command, a model and a file to the file's rows."""
+    root = tmp_path_factory.mktemp("measured")
+    (root / "data").mkdir()
+    (root / "data/a.parquet").write_bytes(shard())
 
-        def script(item, *words):
-            env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": root}
-            env |= {"HF_HUB_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-            command = ["bash", "scripts/reproduce.sh", item, "--output-dir", str(root / "out"), *words]
-            ran = subprocess.run(command, cwd=ROOT, env=only(**env), capture_output=True, text=True, timeout=900)
-            assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-            return ran.stdout
+    def rows(command, model, file=None):
+        words = [command, "--model", f"{model}={folders[model]}", "--data", str(root / "data"), "--samples", "4"]
+        words += ["--device", "cpu", "--trust-remote-code", "--output-dir", str(root / model)]
+        assert main(words) == 0
+        return json.loads((root / model / f"{file or command}.json").read_text())["rows"]
 
-        def run(item, *others, replaced=()):
-            words = [f"--model={name}={llava}" for name in others]
-            words += [f"--model={name}={tiny / kind}" for name, kind in replaced]
-            script(item, "--samples", "12", *words)
-            return (root / "out" / item / "index.md").read_text().replace("\\", ""), root / "out" / item
-
-        yield run
-
-
-def table(folder, file: str) -> list[dict]:
-    return json.loads((folder / f"{file}.json").read_text())["rows"]
+    return rows
 
 
 # --- float64 ----------------------------------------------------------------------------------------------------------
@@ -172,58 +149,43 @@ def close(row: dict, expected: dict[str, float]) -> bool:
     return all(row[name] == pytest.approx(value, rel=2e-4) for name, value in expected.items())
 
 
-# --- the items --------------------------------------------------------------------------------------------------------
+# --- what the paper's items measure -----------------------------------------------------------------------------------
 
 
-def test_table1_measures_moonvit_alone_after_its_last_norm(reproduce):
-    replaced = [("CLIP-ViT-L/14", "clip"), ("SigLIP-SO400M", "siglip"), ("SigLIP2-SO400M", "siglip")]
-    replaced += [(name, "llama") for name in ("Llama-3.2-3B", "Qwen2.5-7B", "Qwen3-8B")]
-    page, folder = reproduce("table1", replaced=replaced)
+def test_moonvit_is_measured_alone_after_its_last_norm(measure):
     model = own.moonvit().double()
     seen = Seen(model, "encoder.final_layernorm")
     for picture in pictures():
         patches = patches_of(picture, 0.5, 0.5)
         with torch.no_grad():
             model(patches.flatten(0, 1), torch.tensor([patches.shape[:2]]))
-    (row,) = [row for row in table(folder, "interface-norms") if row["model"] == "MoonViT-SO-400M"]
+    (row,) = measure("interface-norms", "MoonViT-SO-400M")
     assert row["norms of"] == "encoder tokens" and close(row, moments(seen.features))
-    assert re.search(r"\| MoonViT-SO-400M, encoder tokens: mean \| 72.17 \| [\d.]+ \| -[\d.]+ \|", page)
-    assert "MoonViT-SO-400M: code of its own repository" in page and "have not been run" in page
+    assert row["mean (paper)"] == 72.17
 
 
-def test_table2_measures_kimi_vl_before_and_after_its_projector(reproduce, kimi):
-    page, folder = reproduce("table2", "LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V")
+def test_kimi_vl_is_measured_before_and_after_its_projector(measure, kimi):
     model, seen = kimi
-    rows = {row["norms of"]: row for row in table(folder, "interface-norms") if row["model"] == "Kimi-VL"}
+    rows = {row["norms of"]: row for row in measure("interface-norms", "Kimi-VL")}
     assert close(rows["encoder tokens"], moments(seen.features))
     assert close(rows["visual tokens after the projector"], moments(seen.projected))
     assert close(rows["text embedding matrix"], moments([model.get_input_embeddings().weight]))
-    assert "| Kimi-VL, visual tokens after the projector: mean | 4.78 | " in page
+    assert rows["visual tokens after the projector"]["mean (paper)"] == 4.78
 
 
-def test_table3_measures_ovis_visual_and_text_vocabularies(reproduce, ovis):
-    page, folder = reproduce("table3")
+def test_ovis_visual_and_text_vocabularies_are_measured(measure, ovis):
     model, seen = ovis
-    rows = {row["norms of"]: row for row in table(folder, "interface-norms")}
+    rows = {row["norms of"]: row for row in measure("interface-norms", "Ovis2.5")}
     assert close(rows["visual vocabulary"], moments([model.vte.weight]))
     assert close(rows["text embedding matrix"], moments([model.get_wte().weight]))
     assert close(rows["encoder tokens"], moments(seen.features))
     assert close(rows["visual tokens after the projector"], moments(seen.projected))
-    assert "| Ovis2.5, visual vocabulary: mean | 64 | " in page
+    assert rows["visual vocabulary"]["mean (paper)"] == 64
 
 
-def test_the_theory_is_measured_in_both_of_its_models(reproduce):
-    page, folder = reproduce("theory", "LLaVA-1.5", "Qwen2.5-VL")
-    assert {row["model"] for row in table(folder, "theory-model")} == {"LLaVA-1.5", "Qwen2.5-VL"}
-    assert "12 samples.\n" in page
-
-
-@pytest.mark.parametrize(("item", "model"), [("fig2", "Ovis2.5"), ("fig3", "Kimi-VL")])
-def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, request):
-    others = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V") if item == "fig3" else ()
-    _, folder = reproduce(item, *others)
-    seen = request.getfixturevalue("ovis" if item == "fig2" else "kimi")[1]
-    rows = [row for row in table(folder, "update-rates-layers") if (row["model"], row["tokens"]) == (model, "visual")]
-    expected = layer_means(seen, 3)
+@pytest.mark.parametrize("model", ["Ovis2.5", "Kimi-VL"])
+def test_update_rates_show_how_far_visual_tokens_turn(measure, model, request):
+    seen = request.getfixturevalue({"Ovis2.5": "ovis", "Kimi-VL": "kimi"}[model])[1]
+    rows = [row for row in measure("update-rates", model, "update-rates-layers") if row["tokens"] == "visual"]
     cosines = [row["cosine mean with sinks"] for row in rows if "cosine mean with sinks" in row]
-    assert cosines == pytest.approx(expected, rel=2e-4)
+    assert cosines == pytest.approx(layer_means(seen, 3), rel=2e-4)

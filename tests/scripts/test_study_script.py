@@ -16,7 +16,6 @@ from run_inputs import inputs_in
 from shell import kill, new_lines, only
 
 from llava.compare.__main__ import main
-from llava.launch.recipe import STAGES
 
 ARMS, SEEDS = ["none", "layernorm"], [101, 102, 103]
 
@@ -110,13 +109,6 @@ def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_las
     assert changed.returncode == 2 and "may not change after its first run" in changed.stderr
     refused = study("--plan", plan, "--arms", "none,clip")
     assert refused.returncode == 2 and "--arms: the plan" in refused.stderr
-
-
-@pytest.mark.slow
-def test_runs_of_a_seed_that_differ_are_refused_and_not_recorded(study, plan):
-    done = study("--plan", plan, OTHER=f"train 101 layernorm {STAGES[0]}")
-    assert done.returncode == 2 and "training.learning_rate: 1.0 (none, seed 101), 2.0 (layernorm" in done.stderr
-    assert not (study.out / "record.json").exists()
 
 
 @pytest.mark.parametrize(
