@@ -69,6 +69,7 @@ class LazySupervisedDataset(Dataset):
         show_progress: of measuring all lengths.
         pixel_dtype: type of `images`: the tower's, so that batches are no larger than it needs.
         crop_rules: the model's; where they are `anyres`, they replace `image_aspect_ratio` and `num_visual_tokens`.
+        leaves_out: train without a sample whose picture turns out to be damaged, as `--on_bad_record skip` asks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class LazySupervisedDataset(Dataset):
         show_progress: bool = True,
         pixel_dtype: torch.dtype = torch.float32,
         crop_rules: CropRules | None = None,
+        leaves_out: bool = False,
     ):
         self.records = records
         self.tokenizer = tokenizer
@@ -99,7 +101,7 @@ class LazySupervisedDataset(Dataset):
         self.num_visual_tokens = num_visual_tokens
         self.model_max_length = model_max_length
         self.label_masking = label_masking
-        self.show_progress = show_progress
+        self.show_progress, self.leaves_out = show_progress, leaves_out
         self.pixel_dtype = pixel_dtype
         self._lengths: np.ndarray | None = None
         self._truncation_reported = False
@@ -107,7 +109,7 @@ class LazySupervisedDataset(Dataset):
     def over(self, records: Sequence[Record], images: ImageStore) -> "LazySupervisedDataset":
         """A dataset of other records, with their own images, made into samples in the same way."""
         other = copy.copy(self)
-        other.records, other.images, other._lengths = records, images, None
+        other.records, other.images, other._lengths, other.leaves_out = records, images, None, False
         return other
 
     def __len__(self) -> int:
@@ -120,21 +122,36 @@ class LazySupervisedDataset(Dataset):
         """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
         With `anyres`, `images` holds the crops of all images, and `pictures` describes them. A negative index `~i`
-        gives sample i without targets, for ranks that have no sample left.
+        gives sample i without targets, for ranks that have no sample left; with `leaves_out`, a sample whose picture
+        cannot be decoded, although its header can be read, is given so too, and a warning names it.
 
         Raises:
             ValueError, FileNotFoundError: the record cannot be turned into a sample; the message names it.
         """
+        try:
+            item = self._item(max(index, ~index), self.images.open)
+        except ValueError as error:
+            if not isinstance(error.__cause__, ImageError):
+                raise
+            if not self.leaves_out:
+                raise ValueError(f"{error}; llava.data.preflight --full_decode finds all such pictures") from error
+            logger.warning("%s; the sample is left out (--on_bad_record skip)", error)
+            item, index = self._item(max(index, ~index), self._blank), min(index, ~index)
         if index < 0:
-            item = self[~index]
             item["labels"], item["index"] = torch.full_like(item["labels"], IGNORE_INDEX), index
-            return item
+        return item
+
+    def _blank(self, place: ImagePlace) -> Image.Image:
+        """A black picture of the size that the picture's header gives, so that the sample keeps its length."""
+        return Image.new("RGB", self.images.size(place))
+
+    def _item(self, index: int, read: Callable[[ImagePlace], Image.Image]) -> Sample:
         sample, places = self._tokenized(index)
         images: list[Image.Image] = []
         pictures: list[Picture] = []
         visual_tokens = self.num_visual_tokens
         if self.crop_rules is not None and len(places) == 1:  # the sample's length depends on the picture's size
-            images = [self._opened(self.images.open, places[0], index)]
+            images = [self._opened(read, places[0], index)]
             pictures = [self.crop_rules.picture(images[0].size)]
             visual_tokens = self.crop_rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
@@ -142,7 +159,7 @@ class LazySupervisedDataset(Dataset):
         # A cut may remove placeholders, and their images with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
-            images = images or [self._opened(self.images.open, place, index) for place in places[:num_images]]
+            images = images or [self._opened(read, place, index) for place in places[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
             assert self.image_processor is not None  # None goes with text-only data

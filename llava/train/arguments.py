@@ -155,7 +155,8 @@ class DataArguments:
     on_bad_record: Literal["error", "skip"] = flag(
         "error",
         "Unusable records, which are detected before the first step: error refuses to train; skip leaves them out, "
-        "without replacement, and writes them to quarantine.jsonl in --output_dir.",
+        "without replacement, and writes them to quarantine.jsonl in --output_dir. A picture that proves "
+        "damaged only when it is decoded ends the run (error), or its sample is not learnt (skip).",
     )
     data_cache_dir: str | None = flag(
         None,

@@ -176,6 +176,7 @@ def build_trainer(
         show_progress=training_args.process_index == 0,
         pixel_dtype=weight_dtypes(training_args)[0],
         crop_rules=crop_rules,
+        leaves_out=data_args.on_bad_record == "skip",
     )
     fit_zero(model, training_args)
     largest = largest_micro_batch(dataset, training_args)

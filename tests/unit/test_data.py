@@ -3,11 +3,13 @@
 import contextlib
 import json
 import pickle
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from training import flags
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -17,17 +19,18 @@ from llava.data.errors import DataError, named_by
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler
+from llava.train.train import train
 
 V = 4
 
 
-def dataset(tiny, tokenizer, records, model_max_length=512):
+def dataset(tiny, tokenizer, records, model_max_length=512, image_folder=None):
     return LazySupervisedDataset(
         records,
         tokenizer,
         version="chatml",
         image_processor=SiglipImageProcessorPil(size={"height": 16, "width": 16}),
-        image_folder=str(tiny / "data/images"),
+        image_folder=str(image_folder or tiny / "data/images"),
         image_aspect_ratio="square",
         num_visual_tokens=V,
         model_max_length=model_max_length,
@@ -162,9 +165,9 @@ def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, 
 
 
 def test_a_data_errors_message_begins_with_the_innermost_flag_also_from_a_process(tmp_path):
-    for flags, beginning in (((), ""), (("--eval_data_path",), "--eval_data_path "), (("--data", "x"), "--data ")):
+    for given, beginning in (((), ""), (("--eval_data_path",), "--eval_data_path "), (("--data", "x"), "--data ")):
         with pytest.raises(DataError) as error, contextlib.ExitStack() as stack:
-            for flag in reversed(flags):
+            for flag in reversed(given):
                 stack.enter_context(named_by(flag))
             load_records(str(tmp_path / "none.json"))
         expected = f"{beginning}{tmp_path}/none.json: no such file; expected .json, "
@@ -216,6 +219,31 @@ def test_missing_and_broken_pictures_name_the_record(tiny, tokenizer, tmp_path):
             dataset(tiny, tokenizer, [broken])[0]
     finally:
         (tiny / "data/images/broken.png").unlink()  # other tests take the whole folder
+
+
+def test_a_truncated_picture_is_named_and_its_sample_is_left_out_where_the_user_asks(tiny, tokenizer, tmp_path, caplog):
+    """Its header is whole, so that nothing but decoding it shows the damage."""
+    images = shutil.copytree(tiny / "data/images", tmp_path / "images")
+    for name in ("2.png", "3.png", "4.png"):
+        (images / name).write_bytes((images / name).read_bytes()[:-40])
+    record = {"id": "cut", "image": "3.png", "conversations": turns("<image>")}
+    data = dataset(tiny, tokenizer, [record], image_folder=images)
+    with pytest.raises(ValueError, match="id 'cut'.*3.png cannot be decoded.*--full_decode"):
+        data[0]
+    data.leaves_out = True
+    sample, whole = data[0], dataset(tiny, tokenizer, [record])[0]
+    assert torch.equal(sample["input_ids"], whole["input_ids"]) and sample["images"].shape == whole["images"].shape
+    assert sample["index"] == ~0 and (sample["labels"] == IGNORE_INDEX).all() and len(sample["images"].unique()) == 1
+    assert "id 'cut'" in caplog.text and "left out" in caplog.text
+    with pytest.raises(ValueError, match="3.png"):
+        data.over([record], data.images)[0]
+    options = {"image_folder": images, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(ValueError, match="png cannot be decoded"):
+        train(flags(tiny, tmp_path / "run", 1, **options))
+    caplog.clear()
+    train(flags(tiny, tmp_path / "run", 1, **options, on_bad_record="skip"))
+    assert "left out" in caplog.text
+    assert (tmp_path / "run/complete.json").exists()
 
 
 def test_collator_masks_by_length_even_where_ids_equal_the_padding_id():
