@@ -240,7 +240,6 @@ FAULTS = [
         tolerance=1e-6,
     ),
 ]
-# What the whole check must not find out alone: every kind of end, save and refusal, on one rank. At most two minutes.
 
 
 def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -18,7 +17,7 @@ from warm_python import warm_python
 
 from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PartRun
-from llava.utils.processes import descendants, is_running
+from llava.utils.processes import descendants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}
@@ -38,13 +37,13 @@ def step_rows(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[tuple[int
 
 @pytest.mark.slow
 def test_a_step_is_measured_at_every_size_and_its_arms_agree(monkeypatch, tmp_path):
-    options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded", "no_norm"]
+    options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded"]
     status, rows = step_rows(monkeypatch, tmp_path, *options)
-    assert status == 0 and len(rows) == 6 and not any("failed" in row for row in rows.values())
+    assert status == 0 and len(rows) == 4 and not any("failed" in row for row in rows.values())
     for tokens in (100, 300):
         assert rows[tokens, "packed"]["loss"] == pytest.approx(rows[tokens, "padded"]["loss"], rel=1e-4)
         assert rows[tokens, "padded"]["speed_over_padded"] == 1
-        assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded", "no_norm"))
+        assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded"))
 
 
 @pytest.mark.slow
@@ -175,10 +174,8 @@ def test_wrong_calls_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_failed_parts_are_repeated_measured_ones_kept_open_ones_explained(tmp_path):
+def test_measured_parts_are_kept_and_open_ones_explained(tmp_path):
     words = ("--parts", "step_3b,vs_upstream", "--output-dir", tmp_path)
-    late = gpu_check_sh(*words, "--limit", "0.01")
-    assert late.returncode == 1 and "failed in" in late.stdout and "longer than 0.01 s (--limit)" in late.stdout
     first = gpu_check_sh(*words)
     assert first.returncode == 0, first.stdout + first.stderr
     written = (tmp_path / "gpu_step_3b.json").stat().st_mtime_ns
@@ -211,35 +208,8 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     assert not (tmp_path / "gpu_step_3b.json").exists() and not (tmp_path / "work/step_3b").exists()
 
 
-@pytest.mark.slow
-def test_a_killed_call_ends_its_part_and_can_be_repeated(tmp_path):
-    words = ["--cpu", "--parts", "step_3b", "--output-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.gpu_check", *words]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    until(lambda: (tmp_path / "work/step_3b").exists())
-    started = descendants(process.pid)
-    process.kill()
-    process.wait()
-    until(lambda: not any(map(is_running, started)))
-    assert started and (tmp_path / "work/step_3b").exists() and not (tmp_path / "gpu_step_3b.json").exists()
-    again = gpu_check_sh(*words[1:])
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "step_3b      measured in" in again.stdout and not (tmp_path / "work/step_3b").exists()
-
-
-def until(holds, seconds: float = 60.0) -> None:
-    """Waits until `holds()`."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(("name", "file"), [("step_3b", "train_step.json"), ("zero3_3b", "rows.json")])
-def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path, name, file):
+def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path):
+    name, file = "zero3_3b", "rows.json"
     args = argparse.Namespace(output_dir=tmp_path, cpu=True, limit=2.0)
     work = PartRun(name, tmp_path, cpu=True).work
     work.mkdir(parents=True)
@@ -337,11 +307,10 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     assert "3B shapes, ZeRO-2, memory estimate off by | <= 0.1 | not measured | open |" in page  # stage 1 alone
 
 
-@pytest.mark.parametrize(("name", "package"), [("zero2_3b", "deepspeed"), ("tests", "pytest")])
-def test_a_part_whose_package_is_missing_stays_open(tmp_path, monkeypatch, name, package):
+def test_a_part_whose_package_is_missing_stays_open(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_parts, "find_spec", lambda module: None)
-    PartRun(name, tmp_path, cpu=True).execute()
-    assert f"| open, {package} is not installed: `bash" in gpu_check.part_table(tmp_path, cpu=True)
+    PartRun("zero2_3b", tmp_path, cpu=True).execute()
+    assert "| open, deepspeed is not installed: `bash" in gpu_check.part_table(tmp_path, cpu=True)
 
 
 def test_the_error_that_a_log_ends_with_is_found():
@@ -352,12 +321,8 @@ def test_the_error_that_a_log_ends_with_is_found():
 
 
 @pytest.mark.slow
-def test_parts_that_train_run_on_a_cpu(tmp_path):
-    done = gpu_check_sh("--parts", "demo,zero3_7b", "--output-dir", tmp_path)
+def test_a_part_that_trains_runs_on_a_cpu(tmp_path):
+    done = gpu_check_sh("--parts", "zero3_7b", "--output-dir", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text())["rows"] for name in ("demo", "zero3_7b")}
-    assert {row["way"] for row in rows["demo"]} == {"LoRA", "ZeRO-3"} and [
-        row["stage"] for row in rows["zero3_7b"]
-    ] == [1, 2]
-    assert all(row["estimate_gib"] > 0 for row in rows["zero3_7b"])
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} <= {"logs", "work"}
+    rows = json.loads((tmp_path / "gpu_zero3_7b.json").read_text())["rows"]
+    assert [row["stage"] for row in rows] == [1, 2] and all(row["estimate_gib"] > 0 for row in rows)

@@ -21,14 +21,11 @@ from shell import bash, only
 
 from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
-from llava.launch.settings import NAMES
 from llava.utils.processes import is_running
 from playground.options import PICTURES
 
-SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
 STAGES = ("pretrain", "finetune")
 PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))
-NORMS = ["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
 
 
 @pytest.fixture
@@ -45,33 +42,51 @@ def tool_path(tmp_path):
     return add
 
 
-@pytest.mark.parametrize("script", SHELL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_script_is_valid_bash(script):
-    check = bash("-n", str(script))
-    assert check.returncode == 0, check.stderr
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
+FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
+LORA = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_rate": "2e-4", "mm_projector_lr": "2e-5"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_resolves_in_both_stages(stage, preset):
-    run = resolved_run(stage, PRESET=preset, NORM="gwc_rmsnorm", NUM_GPUS=8)
-    flags = run["flags"]
-    assert flags["mm_projector_norm"] == "gwc_rmsnorm"
-    assert flags["output_dir"] == f"checkpoints/{preset}-gwc_rmsnorm-{stage}"
-    assert flags["seed"] == "42"
-    if stage == "finetune":
-        assert flags["pretrain_mm_mlp_adapter"] == f"checkpoints/{preset}-gwc_rmsnorm-pretrain/mm_projector.bin"
-        tower = "" if preset == "llava-1.5-7b" else "mm_vision_tower,"  # frozen there
-        assert flags["mm_tunable_parts"] == f"{tower}mm_mlp_adapter,mm_language_model"
-        assert "tune_mm_mlp_adapter" not in flags
-    else:
-        assert flags["tune_mm_mlp_adapter"] == "True"
-        assert "pretrain_mm_mlp_adapter" not in flags
-    assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
+@pytest.mark.parametrize("count", [1, 8])
+def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(count, tool_path, tmp_path):
+    """What the trainer then chooses for `auto` is tested in tests/unit/test_auto.py."""
+    path = tool_path("nvidia-smi", f'for i in $(seq {count}); do echo "GPU $i: x"; done')
+
+    def check(preset, stage, lora):
+        run = resolved_run(stage, PATH=path, PRESET=preset, LORA=lora, HF_HOME=tmp_path, NORM="gwc_rmsnorm")
+        flags, by_memory = run["flags"], preset in FOR_ONE_CARD
+        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True}, preset
+        chosen = [flags.get(name) == "auto" for name in ("deepspeed", "max_tokens_per_micro_batch")]
+        assert chosen == [by_memory, by_memory], preset
+        batch = {"pretrain": 16, "finetune": 8} if preset == "demo" else {"pretrain": 256, "finetune": 128}
+        sizes = run["batch"]
+        assert sizes["global"] == batch[stage] == count * sizes["per_device"] * sizes["accumulation"], preset
+        models = [each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed")]
+        gated = [each["value"] for each in models if "gated" in each["hint"]]
+        assert gated == ["meta-llama/Llama-3.2-3B-Instruct"] * (preset == "llama-3.2-3b")
+        assert preset == "demo" or {each["state"] for each in models} <= {"hub", "found"}
+        name = f"checkpoints/{preset}-gwc_rmsnorm"
+        assert flags["output_dir"] == f"{name}-{stage}" + "-lora" * lora
+        assert (flags["mm_projector_norm"], flags["seed"]) == ("gwc_rmsnorm", "42")
+        adapter = f"{name}-pretrain/mm_projector.bin" if stage == "finetune" else None
+        assert flags.get("pretrain_mm_mlp_adapter") == adapter
+        assert flags.get("tune_mm_mlp_adapter") == ("True" if stage == "pretrain" else None)
+        if stage == "finetune":
+            tower = "" if lora or preset == "llava-1.5-7b" else "mm_vision_tower,"
+            assert flags["mm_tunable_parts"] == f"{tower}mm_mlp_adapter,mm_language_model"
+        if lora:
+            assert {name: flags.get(name) for name in LORA} == LORA and "mm_vision_tower_lr" not in flags
+        else:
+            assert not {"lora_enable", "lora_r", "lora_alpha"} & flags.keys()
+        assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
+
+    kinds = (("pretrain", 0), ("finetune", 0), ("finetune", 1)) if count > 1 else (("finetune", 0),)
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(check, preset, *kind) for preset in PRESETS for kind in kinds]:
+            done.result()
 
 
 @pytest.mark.slow
@@ -148,15 +163,14 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts():
     assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it(gpus):
-    preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": gpus}
+def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it():
+    preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": 8}
     for stage, name, images in (("pretrain", "llava-558k", "images.zip"), ("finetune", "llava-665k", ".")):
         source, run = SOURCES[name], resolved_run(stage, **preset)
         (records,) = source.patterns if stage == "finetune" else source.patterns[:1]
         assert run["flags"]["data_path"] == f"{source.folder}/{records}"
         assert Path(run["flags"]["image_folder"]) == Path(source.folder, images)
-        assert run["batch"]["per_device"] * run["batch"]["accumulation"] * gpus == run["batch"]["global"]
+        assert run["batch"]["per_device"] * run["batch"]["accumulation"] * 8 == run["batch"]["global"]
         read = [each for each in run["inputs"] if each["what"] in ("data", "images")]
         advice = f"run python -m llava.data.prepare {name}"
         assert len(read) == 2 and all(each["state"] == "found" or advice in each["hint"] for each in read)
@@ -174,31 +188,19 @@ def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
-def test_lora_has_llavas_recipe_for_every_preset(preset):
-    run = resolved_run("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)["flags"]
-    expected = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_rate": "2e-4"}
-    expected |= {"mm_projector_lr": "2e-5", "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
-    assert {name: run.get(name) for name in expected} == expected
-    assert "mm_vision_tower_lr" not in run
-    assert run["output_dir"] == f"checkpoints/{preset}-gwc_layernorm-finetune-lora"
-    assert (
-        not {"lora_enable", "lora_r", "lora_alpha"}
-        & resolved_run("finetune", LORA=0, LORA_R=8, NUM_GPUS=8)["flags"].keys()
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise(stage):
+def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise():
     names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_generate", "eval_image_folder")
-    assert not resolved_run(stage, NUM_GPUS=8)["flags"].keys() & set(names)
-    run = resolved_run(stage, NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
+    assert not resolved_run("finetune", NUM_GPUS=8)["flags"].keys() & set(names)
+    run = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
     flags = run["flags"]
     assert (flags["eval_data_path"], flags["eval_strategy"], flags["eval_steps"]) == ("/no/held.json", "steps", "500")
     assert ["MISSING", "/no/held.json"] in [[i["state"], i["value"]] for i in run["inputs"]]
-    flags = resolved_run(stage, NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20, EVAL_GENERATE=32)["flags"]
+    flags = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20, EVAL_GENERATE=32)["flags"]
     assert (flags["eval_steps"], flags["eval_generate"]) == ("20", "32")
+
+
+def test_an_empty_image_folder_is_honoured():
+    assert "image_folder" not in resolved_run("pretrain", PRESET="0.5b", NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
 
 
 def test_demo_preset_is_one_plain_process_on_a_cpu(monkeypatch):
@@ -253,11 +255,6 @@ def test_folder_adapter_launcher_and_batch_follow_their_flags():
     assert (without["flags"]["output_dir"], without["flags"]["run_name"]) == ("a/b", "b")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
-    assert "image_folder" not in resolved_run("pretrain", PRESET=preset, NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
-
-
 # --- what a call shows and refuses ------------------------------------------------------------------------------------
 
 
@@ -271,22 +268,6 @@ def test_a_dry_run_shows_settings_command_and_inputs(tmp_path):
         assert f"  {row}\n" in configuration
     assert "\n    --output_dir checkpoints/demo-rmsnorm-pretrain \\\n" in command and "--max_steps 3 \\\n" in command
     assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_path):
-    told = bash(f"scripts/{stage}.sh", "--help", PRESET="demo", OUTPUT_DIR=tmp_path / "out", LLAVA_PYTHON="false")
-    assert told.returncode == 0, told.stderr
-    texts = [
-        (ROOT / f"scripts/{name}").read_text() for name in (f"{stage}.sh", "presets/demo.sh", "presets/qwen2.5-7b.sh")
-    ]
-    used = {name for text in texts for name in re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)} - {"BASH_SOURCE", "STAGE"}
-    assert used <= NAMES
-    of_stage_2 = {"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR", "GROUP_BY_MODALITY_LENGTH"}
-    for name in used - (of_stage_2 if stage == "pretrain" else set()):
-        assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
-    assert re.search(r"LEARNING_RATE .*\[[28]e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
-    assert not (tmp_path / "out").exists()
 
 
 def test_launcher_helps_with_no_package_installed():
@@ -310,11 +291,6 @@ def test_wrong_variable_is_refused_with_what_is_expected(variables, said):
     assert all(text in run.stderr for text in said), run.stderr
 
 
-def test_a_dry_run_whose_reader_leaves_says_nothing_about_the_pipe():
-    run = bash("-c", "bash scripts/pretrain.sh | head -1", DRY_RUN=1, NUM_GPUS=1, LLAVA_PYTHON="false")
-    assert run.stdout == "configuration\n" and "pipe" not in run.stderr.lower(), run.stderr
-
-
 def test_words_after_the_script_that_are_not_flags_are_refused():
     run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
     assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr
@@ -335,60 +311,6 @@ def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
 def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
     path = tool_path("nvidia-smi", 'printf "GPU 0: a\\nGPU 1: b\\nGPU 2: c\\nGPU 3: d\\n"')
     assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
-
-
-FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 8])
-def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(count, tool_path, tmp_path):
-    """What the trainer then chooses for `auto` is tested in tests/unit/test_auto.py."""
-    path = tool_path("nvidia-smi", f'for i in $(seq {count}); do echo "GPU $i: x"; done')
-
-    def check(preset, stage, lora):
-        run = resolved_run(stage, PATH=path, PRESET=preset, LORA=lora, HF_HOME=tmp_path)
-        flags, by_memory = run["flags"], preset in FOR_ONE_CARD
-        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True}, preset
-        chosen = [flags.get(name) == "auto" for name in ("deepspeed", "max_tokens_per_micro_batch")]
-        assert chosen == [by_memory, by_memory], preset
-        batch = {"pretrain": 16, "finetune": 8} if preset == "demo" else {"pretrain": 256, "finetune": 128}
-        sizes = run["batch"]
-        assert sizes["global"] == batch[stage] == count * sizes["per_device"] * sizes["accumulation"], preset
-        assert (flags.get("lora_r"), flags["output_dir"][-5:] == "-lora") == (("128", True) if lora else (None, False))
-        models = [each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed")]
-        gated = [each["value"] for each in models if "gated" in each["hint"]]
-        assert gated == ["meta-llama/Llama-3.2-3B-Instruct"] * (preset == "llama-3.2-3b")
-        assert preset == "demo" or {each["state"] for each in models} <= {"hub", "found"}
-
-    kinds = (("pretrain", 0), ("finetune", 0), ("finetune", 1))
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(check, preset, *kind) for preset in PRESETS for kind in kinds]:
-            done.result()
-
-
-def test_a_dry_run_says_what_auto_goes_by_and_that_a_model_is_gated(tool_path, tmp_path):
-    path = tool_path("nvidia-smi", 'echo "GPU 0: x"')
-    settings = {"path": path, "DRY_RUN": 1, "LLAVA_PYTHON": "false", "COLUMNS": 300, "HF_HOME": tmp_path}
-    shown = bash("scripts/finetune.sh", PRESET="0.5b", **settings).stdout
-    for name in ("micro-batch tokens", "deepspeed"):
-        assert f"  {name:<20} auto: chosen by the GPUs' memory when the run starts" in shown
-    assert "gated" not in shown
-    shown = bash("scripts/finetune.sh", PRESET="llama-3.2-3b", **settings).stdout
-    assert (
-        "-> gated: accept its licence at https://huggingface.co/meta-llama/Llama-3.2-3B-Instruct, then log in: "
-        in shown
-    )
-
-
-def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
-    path = tool_path("mypython", "exit 0")
-    settings = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "COLUMNS": 300}
-    run = bash("scripts/pretrain.sh", path=path, **settings)
-    assert (
-        f" PYTHONPATH={ROOT} " in run.stdout
-        and f" {path.split(':')[0]}/mypython llava/train/train_mem.py" in run.stdout
-    )
 
 
 @pytest.mark.parametrize(("stage", "nodes", "global_batch"), [("pretrain", 8, 256), ("finetune", 4, 128)])
@@ -486,7 +408,7 @@ def when_ready(process: subprocess.Popen) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
     process = start("saves")
     worker = when_ready(process)
@@ -529,7 +451,6 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
     ("behaviour", "code", "said"),
     [
         ("SIGKILL", 137, "ended without a message: .* it was killed, by hand or because memory ran out"),
-        ("SIGABRT", 134, "ended without a message: it was ended by SIGABRT"),
         ("leaves", 4, None),
     ],
 )
@@ -619,39 +540,6 @@ def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, sta
     assert devices == (["cpu", "cpu"] if name.endswith("offload") else [None, None])
 
 
-# --- the tests' own script -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "called"),
-    [
-        ([], {}, ["pytest -n 2 --dist loadfile --no-loadscope-reorder"]),
-        (["-k", "norm"], {"FAST": 1, "WORKERS": 0}, ["pytest -m not slow -k norm"]),
-        (
-            [],
-            {"COVERAGE": 1, "WORKERS": 0},
-            ["coverage erase", "coverage run -m pytest", "coverage combine -q", "coverage report"],
-        ),
-        (
-            ["tests/unit"],
-            {"COVERAGE": 1, "WORKERS": 0},
-            [
-                "coverage erase",
-                "coverage run -m pytest tests/unit",
-                "coverage combine -q",
-                "coverage report --fail-under=0",
-            ],
-        ),
-    ],
-)
-def test_the_tests_are_shared_chosen_and_measured_as_the_variables_say(tool_path, tmp_path, flags, variables, called):
-    path = tool_path("mypython", f'case $1 in -c) echo true ;; *) echo "$@" >>"{tmp_path}/called" ;; esac')
-    run = bash("scripts/test.sh", *flags, path=path, LLAVA_PYTHON="mypython", **variables)
-    assert run.returncode == 0, run.stderr
-    calls = [line.removeprefix("-m ") for line in (tmp_path / "called").read_text().splitlines()]
-    assert [line for line in calls if line.startswith(("pytest", "coverage"))] == called
-
-
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
 STAND_IN_PYTHON = """#!/bin/sh
@@ -707,12 +595,6 @@ def test_setup_installs_torch_first_and_once(setup):
     assert len(setup.calls()) == 3
 
 
-def test_setup_writes_the_byte_code_of_what_is_used_in_any_environment(setup):
-    """Containers often set the variable; without this, every start would compile what pip has left out."""
-    assert setup(PYTHONDONTWRITEBYTECODE=1).returncode == 0
-    assert (setup.tree / "compiled").exists()
-
-
 def test_liger_comes_with_a_cuda_pytorch_unless_extras_are_chosen(setup):
     """Whether a GPU is in sight does not matter: a node without a network must find nothing left to install."""
     assert setup(STAND_IN_TRITON=1).returncode == 0
@@ -723,10 +605,9 @@ def test_liger_comes_with_a_cuda_pytorch_unless_extras_are_chosen(setup):
     assert setup.calls()[-1].endswith("-e .[train]")
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
-def test_setup_reruns_on_changed_requirements_and_keeps_the_environment(setup, name):
+def test_setup_reruns_on_changed_requirements_and_keeps_the_environment(setup):
     setup()
-    (setup.tree / name).write_text((setup.tree / name).read_text() + "\n# changed\n")
+    (setup.tree / "constraints.txt").write_text((setup.tree / "constraints.txt").read_text() + "\n# changed\n")
     setup()
     assert len(setup.calls()) == 5 and setup.calls().count("venv") == 1
 
@@ -743,10 +624,9 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     assert "nonsense" in refused.stderr and "playground" in refused.stderr
 
 
-@pytest.mark.parametrize(("extra", "where"), [("web", "docs/chat.md"), ("trackio", "docs/hub.md")])
-def test_setup_refuses_what_would_bring_an_older_pillow(setup, extra, where):
-    refused = setup(EXTRAS=f"train,{extra}")
-    assert refused.returncode != 0 and where in refused.stderr and len(refused.stderr.splitlines()) == 1
+def test_setup_refuses_what_would_bring_an_older_pillow(setup):
+    refused = setup(EXTRAS="train,web")
+    assert refused.returncode != 0 and "docs/chat.md" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_setup_that_failed_shows_pips_words_and_starts_again(setup):
@@ -779,9 +659,3 @@ def test_setup_refuses_an_old_python_and_names_the_variable(setup):
     assert run.returncode != 0
     assert "PYTHON" in run.stderr and "3.9.18" in run.stderr and "3.11" in run.stderr
     assert setup.calls() == []
-
-
-def test_setup_leaves_the_callers_own_environment_alone(setup):
-    run = setup(LLAVA_PYTHON="/opt/python")
-    assert run.returncode == 0
-    assert setup.calls() == [] and not (setup.tree / ".venv").exists()
