@@ -161,6 +161,37 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
+class Failed(RuntimeError):
+    """A command failed, or a run found something wrong; the message says what."""
+
+
+def run_logged(command: Sequence[Any], log: Path, variables: Mapping[str, Any], cwd: Path = ROOT) -> str:
+    """Runs a command with its output in the file `log`, and returns that text.
+
+    Args:
+        variables: added to the environment.
+
+    Raises:
+        Failed: the exit status is not 0; the message has the last error that was printed.
+    """
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    with log.open("w") as output:
+        words = [str(word) for word in command]
+        code = subprocess.run(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+    text = log.read_text(errors="replace")
+    if code:
+        print(f"whole log: {log}", flush=True)  # not part of the message, which a result may keep
+        raise Failed(f"ended with {code}: {last_error(text)}")
+    return text
+
+
+def last_error(text: str) -> str:
+    """The last line that says what went wrong, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\S+ )*error:|[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["it printed nothing"])[-1][:300]
+
+
 def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
     """What a command prints on its last line, read as JSON.
 
@@ -189,13 +220,9 @@ def memory_mib(pid: int | str, *fields: str) -> float:
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in fields) / 2**10
 
 
-def peak_mib(pid: int | str = "self") -> float | None:
-    """The highest resident memory of a process so far in MiB, or None once it has ended."""
-    try:
-        line = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(line[1]) / 2**10 if line else None
+def peak_mib() -> float:
+    """This process's highest resident memory so far in MiB."""
+    return int(re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) / 2**10
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -267,15 +294,10 @@ def caption_records(count: int, image: str, seed: int = 0) -> Iterator[dict]:
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes `records` as a JSON list."""
-    write_texts(path, map(json.dumps, records))
-
-
-def write_texts(path: Path, texts: Iterable[str]) -> None:
-    """Writes a JSON list element by element; `texts` are its elements as JSON."""
+    """Writes `records` as a JSON list, one after the other."""
     with path.open("w", encoding="utf-8") as file:
-        for index, text in enumerate(texts):
-            file.write(("[\n" if index == 0 else ",\n") + text)
+        for index, record in enumerate(records):
+            file.write(("[\n" if index == 0 else ",\n") + json.dumps(record))
         file.write("\n]\n")
 
 

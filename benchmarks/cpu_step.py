@@ -1,14 +1,12 @@
 """Seconds of the demo's training step on a CPU, by precision, and the floor that its matrix products set.
 
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
-batch. fp32 alone, or with `--bf16` beside it: bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is
-how a bf16 run trains here (`llava.train.optim`). They take turns in one process, and their first losses are reported.
+batch. fp32 alone, or with `--bf16` beside it bf16 weights with fp32 masters, which is how a bf16 run trains here
+(`llava.train.optim`). They take turns in one process, and their first losses are reported.
 The floor is the time of the decoder's matrix products alone, at this machine's own rate for each shape. What this
 tree's scripts load first is loaded here too; with `LD_PRELOAD=` nothing is.
 """
 
-import argparse
-import contextlib
 import os
 import sys
 from collections import Counter
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import add_result_flags, alternate, preloaded_names, ratio, result_folder, spread, write_result
+from benchmarks.common import add_result_flags, alternate, preloaded_names, result_folder, spread, write_result
 from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -29,16 +27,14 @@ from llava.model.attention import packed_attention
 from llava.train.optim import PARTS, MasterWeights, set_trainable
 from llava.utils.commands import Parser, whole
 
-FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"
+FP32, MASTERS = "fp32", "bf16 masters"
 CPU = torch.device("cpu")
-DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
+DTYPES = {FP32: torch.float32, MASTERS: torch.bfloat16}
+SAMPLES, TOKENS, TARGETS = 8, 70, 12  # of the batch; of a sample, with its 16 visual ones; of a sample
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--samples", type=whole(1), default=8, help="samples in the batch")
-    parser.add_argument("--tokens", type=whole(1), default=70, help="tokens per sample, with its 16 visual ones")
-    parser.add_argument("--targets", type=whole(1), default=12, help="targets per sample")
     parser.add_argument("--repeats", type=whole(1), default=5, help="timed steps per arm")
     parser.add_argument("--threads", type=whole(1), help="PyTorch's threads; default: all")
     parser.add_argument("--bf16", action="store_true", help="bf16 too; minutes a step without instructions for it")
@@ -51,23 +47,22 @@ def main() -> None:
     if variables := preloads(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.cpu_step", *sys.argv[1:]], os.environ | variables)
     arms = tuple(DTYPES) if args.bf16 else (FP32,)
-    steps = {arm: make_step(arm, args) for arm in arms}
+    steps = {arm: make_step(arm) for arm in arms}
     losses = {arm: step() for arm, step in steps.items()}
     timed = {arm: lambda step=step: seconds(step, CPU) for arm, step in steps.items()}
     times = alternate(timed, args.repeats, warmup=1)
     rows = []
     for arm in arms:
-        median, least = spread(times[arm])["median"], floor(args, torch.float32 if arm == FP32 else torch.bfloat16)
-        row = {"arm": arm, "seconds": median, "samples_per_second": args.samples / median}
-        row |= {"over_autocast": ratio(times[AUTOCAST], times[arm])["median"]} if args.bf16 else {}
+        median, least = spread(times[arm])["median"], floor(DTYPES[arm])
+        row = {"arm": arm, "seconds": median, "samples_per_second": SAMPLES / median}
         rows.append(row | {"floor_s": least, "share_of_floor": least / median, "first_loss": losses[arm]})
         print(rows[-1], flush=True)
-    meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
+    meta = {"samples": SAMPLES, "tokens": TOKENS, "targets": TARGETS, "repeats": args.repeats}
     meta |= {"torch_threads": torch.get_num_threads(), "preloaded": preloaded_names(os.environ)}
     print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=result_folder(args), **meta))
 
 
-def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
+def make_step(arm: str) -> Callable[[], float]:
     """A function that does one step and returns its loss."""
     model = build_llava(PRESETS["demo"], CPU, DTYPES[arm], use_cache=False)
     set_trainable(model, frozenset(PARTS))
@@ -80,11 +75,10 @@ def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(updated, lr=0.0, fused=True)  # lr 0, so that all steps have the same loss
     if masters:
         masters.attach(optimizer)
-    batch = make_batch(args, model)
-    halves = torch.autocast("cpu", torch.bfloat16) if arm != FP32 else contextlib.nullcontext()
+    batch = make_batch(model)
 
     def step() -> float:
-        with halves:
+        with torch.autocast("cpu", torch.bfloat16, enabled=arm == MASTERS):
             loss = model(**batch).loss
         loss.backward()
         nn.utils.clip_grad_norm_(updated, 1.0)
@@ -95,31 +89,31 @@ def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
     return step
 
 
-def make_batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+def make_batch(model: Any) -> dict[str, Any]:
     """A batch of samples with random tokens and a picture each, as the collator makes it."""
     tower = model.get_vision_tower()
     values = torch.Generator().manual_seed(0)
     samples = []
-    for _ in range(args.samples):
-        ids = torch.randint(5, model.config.vocab_size, (args.tokens - tower.num_tokens + 1,), generator=values)
+    for _ in range(SAMPLES):
+        ids = torch.randint(5, model.config.vocab_size, (TOKENS - tower.num_tokens + 1,), generator=values)
         ids[3] = IMAGE_TOKEN_INDEX
         labels = ids.clone()
-        labels[: -args.targets] = IGNORE_INDEX
+        labels[:-TARGETS] = IGNORE_INDEX
         images = torch.randn(1, 3, tower.image_size, tower.image_size, generator=values)
         samples.append({"input_ids": ids, "labels": labels, "images": images.to(next(tower.parameters()).dtype)})
     return DataCollatorForSupervisedDataset(0, tower.num_tokens, 2048, True)(samples)
 
 
-def floor(args: argparse.Namespace, dtype: torch.dtype) -> float:
+def floor(dtype: torch.dtype) -> float:
     """Seconds of the decoder's matrix products, forward and backward to inputs and weights; the head's for targets."""
     sizes = PRESETS["demo"].language_model
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     keys = width // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    tokens, layers = args.samples * args.tokens, sizes["num_hidden_layers"]
+    tokens, layers = SAMPLES * TOKENS, sizes["num_hidden_layers"]
     products = Counter({(tokens, width, width): 2, (tokens, width, keys): 2, (tokens, width, inner): 2})
     products[tokens, inner, width] += 1
     products = Counter({shape: count * layers for shape, count in products.items()})
-    products[args.samples * args.targets, width, sizes["vocab_size"]] += 1
+    products[SAMPLES * TARGETS, width, sizes["vocab_size"]] += 1
     return sum(count * seconds_of_product(*shape, dtype) for shape, count in products.items())
 
 

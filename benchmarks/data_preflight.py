@@ -1,10 +1,9 @@
 """Time and memory to prepare and preflight 100,000 records with small pictures, and to index 779,289 Parquet rows.
 
 The records are conversations like LLaVA's (one in ten text only) with JPEGs of a few KB, once as JSON beside a zip file
-and once as Parquet shards whose rows hold the pictures. Each start is its own process. The first finds no cache:
-it reads the records into their table, lists the zip file's members, checks every record with the pictures' headers, and
-again with the pictures decoded. The second finds all of that in the cache. The files were just written, so they are in
-the system's page cache. Imports are left out.
+and once as Parquet shards whose rows hold the pictures. Each start is its own process and finds no cache: it reads the
+records into their table, lists the zip file's members, checks every record with the pictures' headers, and again with
+the pictures decoded. The files were just written, so they are in the system's page cache. Imports are left out.
 
 Memory is the proportional share (PSS) of the process and of those that it starts, added up and read every 50 ms.
 """
@@ -31,14 +30,13 @@ from llava.utils.commands import Parser, whole
 from llava.utils.processes import descendants
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
-_PICTURES = 500  # different pictures, which repeat
+_CONVERSATIONS, _PICTURES = 2000, 500  # different ones, which repeat
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--records", type=whole(1), default=100_000)
     parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
-    parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")
     common.add_result_flags(parser, quick="a tenth of the records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,30 +47,24 @@ def main() -> None:
     if args.quick:
         args.records, args.rows = args.records // 10, args.rows // 10
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(Path(folder), args.records, args.rows, args.distinct)
-    meta = {"distinct_records": args.distinct, "distinct_pictures": _PICTURES}
+        rows = measured(Path(folder), args.records, args.rows)
+    meta = {"distinct_records": _CONVERSATIONS, "distinct_pictures": _PICTURES}
     print(common.write_result("data_preflight", rows, folder=common.result_folder(args), **meta))
 
 
-def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]:
-    """A first and a second start for each kind of input."""
-    conversations = list(common.conversation_records(distinct, "x.jpg", text_only=0.1))
+def measured(folder: Path, records: int, rows: int) -> list[dict]:
+    """A start for each kind of input."""
+    conversations = list(common.conversation_records(min(_CONVERSATIONS, records), "x.jpg", text_only=0.1))
     pictures = [small_jpeg(seed) for seed in range(min(_PICTURES, records))]
     cases = [
         ("json and zip", write_json_and_zip(folder / "zip", conversations, pictures, records), True),
         ("parquet", (write_shards(folder / "few", conversations, pictures, records), "-"), True),
         ("parquet, index only", (write_shards(folder / "many", conversations, pictures[:1], rows), "-"), False),
     ]
-    # Time stamps this old are trusted; only a start right after the files were written finds newer ones.
-    time.sleep(2.5)
+    time.sleep(2.5)  # time stamps this old are trusted
     results = []
-    for (what, (data, images), check), cache in itertools.product(cases, ("cold", "warm")):
-        result = run_watched([data, images, "check" if check else "index"])
-        if check and cache == "cold":
-            prepared = result["index_s"] + result["members_s"]
-            for name in ("headers_s", "decoded_s"):
-                result[f"records_per_s_{name[:-2]}"] = round(result["records"] / (prepared + result[name]))
-        results.append({"input": what, "cache": cache} | result)
+    for what, (data, images), check in cases:
+        results.append({"input": what} | run_watched([data, images, "check" if check else "index"]))
         print(results[-1], flush=True)
     return results
 
@@ -134,11 +126,11 @@ def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[b
     """Writes `data.json` and `images.zip` with `count` records and pictures; returns their paths."""
     folder.mkdir()
     numbered = zip(range(count), itertools.cycle(conversations), strict=False)
-    texts = (
-        json.dumps(record | {"id": str(i)} | ({"image": f"{i % 100:05d}/{i}.jpg"} if "image" in record else {}))
+    records = (
+        record | {"id": str(i)} | ({"image": f"{i % 100:05d}/{i}.jpg"} if "image" in record else {})
         for i, record in numbered
     )
-    common.write_texts(folder / "data.json", texts)
+    common.write_records(folder / "data.json", records)
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
         for index in range(count):
             archive.writestr(f"{index % 100:05d}/{index}.jpg", pictures[index % len(pictures)])

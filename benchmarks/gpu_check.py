@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, PartRun
-from benchmarks.run_all import GPU_ROWS, number, table, targets
+from benchmarks.page import GPU_ROWS, number, table, targets
 from llava.utils.commands import Parser, whole
 from llava.utils.files import write_text
 from llava.utils.locks import InUse, locked

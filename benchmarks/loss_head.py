@@ -1,7 +1,7 @@
-"""Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, chunks of rows.
+"""Time and peak memory of the loss over the vocabulary: all logits, or chunks of the rows that have a target.
 
-Every variant computes the same loss and gradients; the script compares the losses before it reports. Each variant runs
-in its own process, because peak memory is counted per process.
+Both compute the same loss and gradients; the script compares the losses before it reports. Each runs in its own
+process, because peak memory is counted per process.
 """
 
 import argparse
@@ -23,17 +23,14 @@ def all_rows_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=-100, reduction="sum")
 
 
-VARIANTS = {"all_rows": all_rows_loss, "supervised_rows": all_rows_loss, "chunked": chunked_loss}
+VARIANTS = {"all_rows": all_rows_loss, "chunked": chunked_loss}
+TOKENS, HIDDEN, SUPERVISED = 4096, 512, 0.1  # positions, their width, the share of them that are targets
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--vocabularies", type=whole(1), nargs="+", default=[32_000, 128_256, 152_064])
-    parser.add_argument("--tokens", type=whole(1), default=4096, help="positions in the micro-batch")
-    parser.add_argument("--supervised", type=float, default=0.1, help="share of positions that are targets")
-    parser.add_argument("--hidden", type=whole(1), default=512, help="hidden size; real models have 3072 to 3584")
     parser.add_argument("--repeats", type=whole(1), default=3)
-    parser.add_argument("--frozen-head", action="store_true", help="stage 1: no gradient of the head's weight")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     add_result_flags(parser, quick="one repeat of the smallest")
     args = parser.parse_args()
@@ -41,7 +38,7 @@ def main() -> None:
         args.repeats, args.vocabularies = 1, [min(args.vocabularies)]
     if args.one:
         variant, vocabulary = args.one.split(":")
-        print(json.dumps(measure(variant, int(vocabulary), args)))
+        print(json.dumps(measure(variant, int(vocabulary), args.repeats)))
         return
     rows = []
     for vocabulary in args.vocabularies:
@@ -49,14 +46,14 @@ def main() -> None:
         measured = {variant: run_json([*command, f"{variant}:{vocabulary}"]) for variant in VARIANTS}
         losses = [m["loss"] for m in measured.values()]
         if max(losses) - min(losses) > 1e-3 * max(losses):
-            sys.exit(f"error: the variants disagree about the loss: {dict(zip(measured, losses, strict=True))}")
+            sys.exit(f"error: the two disagree about the loss: {dict(zip(measured, losses, strict=True))}")
         plain = measured["all_rows"]
         for variant, result in measured.items():
             ratios = {"memory_over_all_rows": result["peak_mib"] / plain["peak_mib"]}
             ratios["time_over_all_rows"] = result["seconds"] / plain["seconds"]
             rows.append({"vocabulary": vocabulary, "variant": variant} | result | ratios)
             print(rows[-1], flush=True)
-    meta = {name: getattr(args, name) for name in ("tokens", "supervised", "hidden", "frozen_head", "repeats")}
+    meta = {"tokens": TOKENS, "supervised": SUPERVISED, "hidden": HIDDEN, "repeats": args.repeats}
     print(write_result("loss_head", rows, folder=result_folder(args), dtype=str(precision()), **meta))
 
 
@@ -64,16 +61,15 @@ def precision() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
-def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: str, vocabulary: int, repeats: int) -> dict[str, Any]:
     """Seconds of a forward and backward pass, and the memory it needs beyond inputs, weight and their gradients."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    weight = (torch.randn(vocabulary, args.hidden, device=device) / args.hidden**0.5).to(precision())
-    weight.requires_grad_(not args.frozen_head)
-    hidden = torch.randn(args.tokens, args.hidden, device=device).to(precision()).requires_grad_()
-    labels = torch.randint(vocabulary, (args.tokens,), device=device)
-    labels[torch.rand(args.tokens, device=device) >= args.supervised] = -100
-    hidden.grad, weight.grad = torch.zeros_like(hidden), None if args.frozen_head else torch.zeros_like(weight)
+    weight = (torch.randn(vocabulary, HIDDEN, device=device) / HIDDEN**0.5).to(precision()).requires_grad_()
+    hidden = torch.randn(TOKENS, HIDDEN, device=device).to(precision()).requires_grad_()
+    labels = torch.randint(vocabulary, (TOKENS,), device=device)
+    labels[torch.rand(TOKENS, device=device) >= SUPERVISED] = -100
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     losses = []
 
     def step() -> None:
@@ -88,7 +84,7 @@ def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict[str
     before = peak()
     step()
     memory = peak() - before
-    times = [seconds(step, device) for _ in range(args.repeats)]
+    times = [seconds(step, device) for _ in range(repeats)]
     return {"loss": losses[0], "peak_mib": round(memory, 1), "seconds": spread(times)["median"]}
 
 

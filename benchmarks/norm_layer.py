@@ -1,4 +1,4 @@
-"""Time and memory of the norm layer alone, and its share of a training step.
+"""Time of the norm layer alone, and its share of a training step.
 
 The share is the time of the layer's forward and backward pass over that of projector, norm and decoder together, on the
 same tokens. Tower, loss and optimizer are left out, so the real share is smaller.
@@ -56,10 +56,10 @@ def main() -> None:
     steps = alternate({"step": lambda: seconds(step, device)}, max(3, args.repeats // 3), warmup=1)["step"]
     step_time = spread(steps)["median"]
     rows: list[dict[str, Any]] = []
-    for norm, layer in layers.items():
+    for norm in NORMS:
         own = times[norm] - times["copy"]
         row = {"shapes": args.shapes, "norm": norm, "layer_ms": own * 1e3, "step_ms": step_time * 1e3}
-        rows.append(row | {"share_of_step": own / step_time, "peak_mib": layer_memory(layer, tokens)})
+        rows.append(row | {"share_of_step": own / step_time})
         print("{norm:14} {layer_ms:8.3f} ms of {step_ms:9.1f} ms: {share_of_step:.3%}".format(**rows[-1]))
     meta = {"samples": args.samples, "visual_tokens": tower.num_tokens, "text_tokens": TEXT[args.shapes]}
     meta |= {"dtype": str(dtype), "repeats": args.repeats}
@@ -75,19 +75,6 @@ def seconds(function: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def layer_memory(layer: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """MiB that the layer keeps for its backward pass."""
-    storages = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(tokens.clone().requires_grad_())
-    return sum(storages.values()) / 2**20
 
 
 if __name__ == "__main__":

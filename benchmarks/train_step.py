@@ -3,7 +3,7 @@
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
 Each arm differs from the first in one thing. Compiled layers and Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
-is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate.
+is 1. A micro-batch has the recipe's tokens; one that does not fit is a failed arm.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
-from llava.train.arguments import TrainingArguments
 from llava.train.kernels import apply_liger, compile_layers, has_liger
-from llava.train.memory import estimate_memory, layers_to_recompute, memory_budget
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
 from llava.utils.commands import Parser, whole
@@ -59,14 +57,13 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; default: the recipe's that fits")
+    parser.add_argument("--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; default: the recipe's")
     parser.add_argument("--micro-batches", type=whole(1), default=4, help="different micro-batches, used in turn")
     parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of a round")
     parser.add_argument("--repeats", type=whole(1), default=3, help="rounds, after one that is not timed")
     parser.add_argument(
         "--arms", nargs="+", help="default: all that run here but `compiled`, which compiles for minutes"
     )
-    parser.add_argument("--activation-checkpointing", action="store_true")
     add_result_flags(parser, quick="one round of two steps of 512 tokens")
     args = parser.parse_args()
     if args.quick:
@@ -79,7 +76,6 @@ def main() -> int:
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
     names = args.arms or [name for name, arm in arms.items() if arm.layers != COMPILED]
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
-    meta["activation_checkpointing"] = args.activation_checkpointing
     write = partial(write_result, "train_step", folder=result_folder(args), dtype=str(dtype), **meta)
     measured, rows = [], []
     for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
@@ -108,7 +104,7 @@ def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     others = [name for name in backends(device, dtype) if name != fastest]
     arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
     liger = device.type == "cuda" and has_liger()
-    arms += [Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm"), Arm("compiled", layers=COMPILED)]
+    arms += [Arm("no_norm", norm="none"), Arm("compiled", layers=COMPILED)]
     return arms + [Arm(layers, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER) if liger]
 
 
@@ -156,19 +152,9 @@ def expanded(sample: Sample, visual: int) -> int:
     return len(sample["input_ids"]) + (visual - 1) * ("images" in sample)
 
 
-def fitting_tokens(preset: str, stage: int, device: torch.device, estimate: Callable[[int], float]) -> int:
-    """Tokens of the recipe's micro-batch, lowered until `estimate`, in bytes, fits on the device."""
-    tokens, budget = recipe_tokens(preset, stage) if device.type == "cuda" else CPU_TOKENS, memory_budget(device, 0)
-    while (needed := estimate(tokens)) > budget and tokens > LONGEST:
-        print(f"stage {stage}: {tokens} tokens need {needed / 2**30:.1f} of {budget / 2**30:.1f} GiB usable, by the "
-              "memory estimate; fewer are taken", flush=True)  # fmt: skip
-        tokens = max(LONGEST, tokens * 3 // 4 // 256 * 256)
-    return tokens
-
-
-def recipe_tokens(preset: str, stage: int) -> int:
-    """The recipe's cap on the tokens of a micro-batch."""
-    if preset not in ("llama-3.2-3b", "qwen2.5-7b"):
+def recipe_tokens(preset: str, stage: int, device: torch.device) -> int:
+    """The recipe's cap on the tokens of a micro-batch; fewer on a CPU."""
+    if device.type == "cpu" or preset not in ("llama-3.2-3b", "qwen2.5-7b"):
         return CPU_TOKENS
     flags = resolved_run("pretrain" if stage == 1 else "finetune", PRESET=preset, NUM_GPUS=1)["flags"]
     return int(flags["max_tokens_per_micro_batch"])
@@ -188,8 +174,6 @@ class Bench:
         self.args, self.stage, self.device, self.dtype = args, stage, device, dtype
         self.model = build_llava(PRESETS[args.preset], device, dtype)
         self.visual = self.model.get_vision_tower().num_tokens
-        if args.activation_checkpointing:
-            self.model.gradient_checkpointing_enable()
         self.layers = arms[0].layers
         torch._dynamo.reset()
         if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
@@ -204,8 +188,6 @@ class Bench:
         trained |= {p for projector in self.projectors.values() for p in projector.parameters()}
         # Weights stay as they are, so that losses agree.
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
-        self.arguments = TrainingArguments(output_dir="unused", report_to="none")
-        self.arguments.use_liger_kernel = self.layers in (LIGER, LIGER_AND_COMPILED_TOWER)
 
     def prepare(self, arm: Arm) -> None:
         """Sets the model to compute as the arm does."""
@@ -214,19 +196,6 @@ class Bench:
         self.model.padding_free = arm.padding_free
         fastest = packed_attention(None, self.device, self.dtype, compiled=self.layers == COMPILED)
         self.model.config._attn_implementation = arm.backend or fastest
-
-    def estimate(self, positions: int) -> float:
-        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared."""
-        estimate = estimate_memory(self.model, self.arguments, positions)
-        # AdamW's moments have the weights' precision here, and no gradients exist yet when memory is fullest.
-        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        estimate = replace(estimate, optimizer=2 * trained, gradients=0)
-        return estimate.total(layers_to_recompute(self.args.activation_checkpointing, estimate, 0))
-
-    def positions(self, arm: Arm, samples: list[Sample]) -> int:
-        """Tokens of a micro-batch, with the arm's padding."""
-        lengths = [expanded(sample, self.visual) for sample in samples]
-        return sum(lengths) if arm.padding_free else max(lengths) * len(lengths)
 
     def on_device(self, arm: Arm, samples: list[Sample]) -> dict[str, Any]:
         """The samples as a batch, with the number of their targets."""
@@ -258,8 +227,7 @@ def measure(
 ) -> Iterator[list[dict[str, Any]]]:
     """For every size, a row per arm; one that failed has the field `failed`."""
     bench = Bench(args, stage, arms, device, dtype)
-    bench.prepare(arms[0])
-    for tokens in args.micro_batch_tokens or [fitting_tokens(args.preset, stage, device, bench.estimate)]:
+    for tokens in args.micro_batch_tokens or [recipe_tokens(args.preset, stage, device)]:
         samples = [random_samples(stage, tokens, n, bench.model, dtype) for n in range(args.micro_batches)]
         yield [measure_arm(bench, arm, tokens, samples) for arm in arms]
 
@@ -283,7 +251,6 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
     args, gpu, facts = bench.args, bench.device.type == "cuda", {}
     batches = [bench.on_device(arm, some) for some in samples]
     if gpu:
-        facts["estimate_gib"] = bench.estimate(max(bench.positions(arm, some) for some in samples)) / 2**30
         bench.backward(batches[0])  # compiles and chooses kernels, which waits for the device
         facts["syncs"] = host_syncs(lambda: bench.backward(batches[0]))
         bench.optimizer.zero_grad(set_to_none=True)
@@ -304,24 +271,15 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
 
 
 def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
-    """The rows with their speed over `padded`; a row fails if its loss is not that of the first with its norm."""
-    checked = []
-    for line in rows:
-        same = [r for r in rows if "failed" not in r and _case(r) == _case(line)]
-        first = next((r["loss"] for r in same if r["norm"] == line["norm"]), None)
-        slow = next((r["seconds"] for r in same if r["arm"] == "padded"), None)
-        if "failed" in line:
-            checked.append(line)
-        elif not abs(line["loss"] - first) <= tolerance * abs(first):
-            short = {name: line[name] for name in ("stage", "arm", "micro_batch_tokens", "norm")}
-            checked.append(short | {"failed": f"its loss is {line['loss']:.6g}, expected {first:.6g}"})
-        else:
-            checked.append(line | {"speed_over_padded": slow / line["seconds"] if slow else None})
+    """The rows; one whose loss is not that of the first with its stage, size and norm has failed."""
+    kinds, first, checked = ("stage", "micro_batch_tokens", "norm"), {}, []
+    for row in rows:
+        expected = first.setdefault(tuple(row[name] for name in kinds), row["loss"]) if "loss" in row else None
+        if expected is not None and not abs(row["loss"] - expected) <= tolerance * abs(expected):
+            short = {name: row[name] for name in (*kinds, "arm")}
+            row = short | {"failed": f"its loss is {row['loss']:.6g}, expected {expected:.6g}"}
+        checked.append(row)
     return checked
-
-
-def _case(line: dict[str, Any]) -> tuple[int, int]:
-    return line["stage"], line["micro_batch_tokens"]
 
 
 def host_syncs(compute: Callable[[], Any]) -> int:

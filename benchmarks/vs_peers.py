@@ -15,7 +15,6 @@ Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/pe
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, emptied, preloaded_names, result_folder, write_result
+from benchmarks.common import ROOT, Failed, emptied, preloaded_names, result_folder, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.launch.command import preloads
@@ -50,26 +49,14 @@ TEMPLATES = {"pretrain": "plain", "finetune": "qwen_2"}
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 2e-5}
 PARTS = {"pretrain": "mm_mlp_adapter", "finetune": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 
-_TEXT = (
-    "{% set text %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{{ IMAGE if part['type'] == 'image' else part['text'] }}{% endfor %}"
-    "{% endif %}{% endset %}"
+# What our template `plain` writes; an export has none for it. `generation` marks the targets.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% set text %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{% endset %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ text + '\\n' }}{% endgeneration %}"
+    "{% else %}{{ text }}{% endif %}{% endfor %}"
 )
-# What our templates write, in Jinja; `generation` marks the targets.
-CHAT_TEMPLATES = {
-    "pretrain": (
-        "{% set IMAGE = '<image>' %}{% for message in messages %}" + _TEXT + "{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ text + '\\n' }}{% endgeneration %}{% else %}{{ text }}{% endif %}{% endfor %}"
-    ),
-    "finetune": (
-        "{% set IMAGE = '<image>\\n' %}"
-        "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% for message in messages %}"
-        + _TEXT
-        + "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ text + '<|im_end|>' }}{% endgeneration %}{% else %}{{ text + '<|im_end|>' }}{% endif %}"
-        "{{ '\\n' }}{% endfor %}"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def main() -> int:
     work = emptied("vs_peers")
     for peer in args.peers:
         ensure_environment(Way(peer, 1).python.parents[1], peer)
-    named = ("size", "bf16", "steps", "warmup_steps", "repeats", "threads")
+    named = ("size", "bf16", "steps", "warmup_steps", "repeats")
     meta = {name: getattr(args, name) for name in named}
     meta |= {"preloaded": preloaded_names(preloads(os.environ)), "peers": ", ".join(map(versions, args.peers))}
     rows = []
@@ -132,17 +119,13 @@ def main() -> int:
 
 
 def ensure_environment(folder: Path, peer: str) -> None:
-    """Makes the peer's environment from its list of versions, unless it is there."""
+    """Makes the peer's environment from its list of versions, or completes it; pip keeps what is there."""
     requirements = PEERS_FOLDER / f"{peer}.txt"
-    fingerprint = f"{sys.version_info[:2]} {hashlib.sha256(requirements.read_bytes()).hexdigest()}"
-    stamp = folder / "peer.stamp"
-    if stamp.is_file() and stamp.read_text() == fingerprint:
-        return
-    print(f"vs_peers: making {folder}, some minutes", flush=True)
+    print(f"vs_peers: {folder}; some minutes where packages are missing", flush=True)
     pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     torch_line = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
     commands = (
-        [sys.executable, "-m", "venv", "--clear", folder],
+        *([] if pip[0].exists() else [[sys.executable, "-m", "venv", "--clear", folder]]),
         [*pip, torch_line],  # before the rest, which could choose another build; with what this build needs
         [*pip, "--no-deps", "-r", requirements],
     )
@@ -152,7 +135,6 @@ def ensure_environment(folder: Path, peer: str) -> None:
                 f"error: {peer}: {folder} could not be made ({' '.join(map(str, command))} failed, see above); "
                 f"fix that, or omit it: --peers {' '.join(other for other in PEERS if other != peer)}"
             )
-    stamp.write_text(fingerprint)
 
 
 def versions(peer: str) -> str:
@@ -199,13 +181,14 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
 def write_hf_model(model: Any, tower: Path, tokenizer: Path, stage: str, folder: Path) -> None:
     """Writes the model as the peers read it, with a chat template that marks the targets; `folder` must be new."""
     checkpoint = folder.with_name("checkpoint")
-    model.config.mm_conv_version = TEMPLATES["finetune"]  # stage 1's has no chat template to export; replaced below
+    model.config.mm_conv_version = TEMPLATES["finetune"]  # stage 1's cannot be exported; replaced below
     model.save_pretrained(checkpoint)
     save_tokenizer(load_tokenizer(str(tokenizer)), checkpoint)
     load_image_processor(str(tower), model.get_vision_tower()).save_pretrained(checkpoint)
     export(str(checkpoint), folder)
     shutil.rmtree(checkpoint)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATES[stage])
+    if stage == "pretrain":
+        (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
 
 
 def positions(record: dict[str, Any], stage: str, tokenizer: Any, visual: int) -> int:
@@ -246,7 +229,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
         try:
             runs[index].append(measure(args, work, stage, way))
             result = f"{runs[index][-1]['rate']:.2f} samples/s"
-        except RuntimeError as error:
+        except Failed as error:
             if way.tool == OURS:
                 raise
             failures[index] = result = str(error)
@@ -270,10 +253,10 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
 
 
 def measure(args: argparse.Namespace, work: Path, stage: str, way: Way) -> dict[str, Any]:
-    """One training run in its own process: losses of the steps, samples and tokens per second, peak memory.
+    """One training run in its own process: losses of the steps, samples per second.
 
     Raises:
-        RuntimeError: the run failed, or has other steps than it should; the message says why.
+        Failed: the run failed, or has other steps than it should; the message says why.
     """
     folder, steps = work / stage / way.tool.replace(" ", "_"), steps_of(args, stage)
     command = (
@@ -281,17 +264,13 @@ def measure(args: argparse.Namespace, work: Path, stage: str, way: Way) -> dict[
     )
     # This tree's scripts preload an allocator and more; a peer gets it where its options say so.
     variables = preloads(os.environ) if way.tool == OURS or "preloads" in way.options else {}
-    variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)}
-    peak = vs_upstream.run_logged(command, variables | {"PYTHONPATH": str(ROOT) if way.tool == OURS else ""}, folder)
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ROOT if way.tool == OURS else ""}
+    vs_upstream.run_logged(command, variables, folder)
     record = json.loads((folder / "record.json").read_text())
-    lengths = [json.loads(line)["length"] for line in (work / stage / f"{way.order}.jsonl").read_text().splitlines()]
-    if len(record["times"]) != steps or len(lengths) != steps * BATCH[stage]:
-        raise RuntimeError(f"expected {steps} steps of {BATCH[stage]} samples, found {len(record['times'])} steps and "
-                           f"{len(lengths)} samples")  # fmt: skip
+    if (found := len(record["times"])) != steps:
+        raise Failed(f"expected {steps} steps, found {found}")
     seconds = record["times"][-1] - record["times"][args.warmup_steps - 1]
-    timed = lengths[args.warmup_steps * BATCH[stage] :]
-    rates = {"rate": len(timed) / seconds, "tokens_rate": sum(timed) / seconds}
-    return {"losses": record["losses"], "peak_mib": peak} | rates
+    return {"losses": record["losses"], "rate": (steps - args.warmup_steps) * BATCH[stage] / seconds}
 
 
 def peers_command(work: Path, stage: str, way: Way, folder: Path, steps: int) -> list[Path]:
@@ -337,7 +316,7 @@ def row(
     stage: str, way: Way, runs: list[dict[str, Any]], ours: list[dict[str, Any]], failure: str, tolerance: float
 ) -> dict[str, Any]:
     """One line of the table; without figures if the run failed or its first loss differs."""
-    figures = ("samples_per_second", "tokens_per_second", "peak_mib", "ratio", "ratio_min", "ratio_max")
+    figures = ("samples_per_second", "ratio", "ratio_min", "ratio_max")
     losses = ("first_loss_difference", "largest_loss_difference")
     line: dict[str, Any] = {"stage": STAGES[stage], "tool": way.tool, "setting": way.setting()}
     line |= dict.fromkeys(figures + losses) | {"note": failure}
@@ -350,8 +329,6 @@ def row(
     line["largest_loss_difference"] = vs_upstream.loss_difference(theirs, own)
     line |= vs_upstream.ratios(ours, runs)
     line["samples_per_second"] = statistics.median(run["rate"] for run in runs)
-    line["tokens_per_second"] = statistics.median(run["tokens_rate"] for run in runs)
-    line["peak_mib"] = max((run["peak_mib"] for run in runs if run["peak_mib"]), default=None)
     return line
 
 

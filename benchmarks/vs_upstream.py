@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -32,7 +31,6 @@ from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import Parser, whole
 from llava.utils.paths import ROOT
-from playground.scene_drawing import draw_scene, render
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
 WORDS = ("the", "a", "cat", "dog", "red", "house", "near", "tree", "on", "under", "with", "two", "small", "is", "what")
@@ -42,6 +40,7 @@ STAGES = {
 }
 # Samples per device in upstream's scripts v1_5/pretrain.sh and v1_5/finetune.sh.
 BATCH = {"pretrain": 32, "finetune": 16}
+THREADS = 2  # PyTorch's, on the CPU, for all
 # Losses must agree this well (relative), or the two do not do the same work.
 TOLERANCE = {False: 1e-4, True: 3e-2}
 
@@ -128,9 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help=f"{text}; default: demo, with --quick tiny")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1, with its short ones, takes more")
-    parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
     parser.add_argument("--repeats", type=whole(1), default=5)
-    parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for all")
     parser.add_argument("--bf16", action="store_true", help="all train in bf16")
     common.add_result_flags(parser, quick="one short run at the size tiny")
 
@@ -142,9 +139,9 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.quick:
         args.steps, args.repeats = 7, 1
     args.steps = args.steps or SIZES[args.size].steps
-    args.warmup_steps = args.warmup_steps or SIZES[args.size].warmup_steps
+    args.warmup_steps = SIZES[args.size].warmup_steps
     if args.warmup_steps >= args.steps:
-        parser.error(f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps})")
+        parser.error(f"--steps {args.steps}: expected more than the {args.warmup_steps} that are left out of the time")
     return args
 
 
@@ -201,12 +198,10 @@ def make_data(size: Size, work: Path, stage: str, count: int, tokenizer_folder: 
 
     (work / "images").mkdir(exist_ok=True)
     for index in range(32):
-        scene = render(draw_scene(random.Random(index), size.image_size, 2), size.image_size)
-        noise = Image.effect_noise((size.image_size, size.image_size * 3 // 4), 60).convert("RGB")
-        (scene if size.language_model == "demo" else noise).save(work / "images" / f"{index}.png")
+        common.write_photo(work / "images" / f"{index}.jpg", size.image_size, size.image_size * 3 // 4, seed=index)
     records = []
     for index in range(count):
-        record = {"id": str(index), "image": f"{index % 32}.png"}
+        record = {"id": str(index), "image": f"{index % 32}.jpg"}
         if stage == "pretrain":
             question, answer = "<image>", text(generator.uniform(size.shortest[0], 60))
         else:
@@ -250,9 +245,9 @@ def run(
         flags |= upstreams_order(work, stage, batch * steps)
     command = recorded_command(python, folder, flags, STAGES[stage])
     # This tree starts as its scripts start a run on a CPU.
-    preloaded = {} if args.bf16 or name == "upstream" else preloads(os.environ)
-    variables = preloaded | {"PYTHONPATH": str(path)} | ({} if args.bf16 else {"CUDA_VISIBLE_DEVICES": ""})
-    run_logged(command, variables | {"OMP_NUM_THREADS": str(args.threads)}, folder)
+    variables = {} if args.bf16 or name == "upstream" else preloads(os.environ)
+    variables |= {"PYTHONPATH": path} | ({} if args.bf16 else {"CUDA_VISIBLE_DEVICES": ""})
+    run_logged(command, variables, folder)
     record = json.loads((folder / "record.json").read_text())
     times = record["times"][args.warmup_steps - 1 :]
     return {"losses": record["losses"], "rate": batch * (len(times) - 1) / (times[-1] - times[0])}
@@ -289,30 +284,10 @@ def recorded_command(python: Path, folder: Path, flags: dict[str, Any], words: l
     return [python, ROOT / "patches/baseline/record.py", folder / "runs.json"]
 
 
-def run_logged(command: list[Path], variables: dict[str, str], folder: Path) -> float | None:
-    """Runs a command with its output in `folder`/log.txt; returns its peak memory in MiB where /proc tells it.
-
-    Raises:
-        RuntimeError: the run failed; the message ends with the last line that it printed.
-    """
-    variables = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | variables
-    peak, log = None, folder / "log.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                peak = common.peak_mib(process.pid) or peak
-                try:
-                    process.wait(timeout=0.1)
-                except subprocess.TimeoutExpired:
-                    continue
-        finally:
-            process.kill()
-    if process.returncode:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
-        print(f"whole log: {log}", flush=True)  # not part of the message, which a result may keep
-        raise RuntimeError(f"ended with {process.returncode}: {last}")
-    return peak
+def run_logged(command: list[Path], variables: dict[str, Any], folder: Path) -> None:
+    """Runs a training in `folder` on `THREADS` threads, with its output in log.txt there."""
+    variables = variables | {"OMP_NUM_THREADS": THREADS, "TOKENIZERS_PARALLELISM": "false"}
+    common.run_logged(command, folder / "log.txt", variables, cwd=folder)
 
 
 def loss_difference(theirs: list[float], ours: list[float]) -> float:
