@@ -1,9 +1,8 @@
-"""Scores a file of answers: `python -m llava.eval.score answers.jsonl [other.jsonl]`.
+"""Scores a file of answers: `python -m llava.eval.score answers.jsonl`.
 
 Reads what `python -m llava.eval.answer` writes: a line for each question with `question_id`, `text` (the answer) and
 the expected answer, `expected`, under `metadata` or beside it. A question's `kind` says how it is scored
-(`llava.utils.scoring`); without one it is scored as `exact`. `--metric` scores all in one way. With a second file, both
-are compared on the same questions: the second minus the first.
+(`llava.utils.scoring`); without one it is scored as `exact`. `--metric` scores all in one way.
 """
 
 import argparse
@@ -13,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from llava.eval.answer import recorded
-from llava.eval.paired import compare_benchmarks
 from llava.eval.results import Answered, TaskResult
 from llava.eval.tasks import mean
 from llava.utils.commands import Parser, exit_status
@@ -35,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     top = Parser(prog="python -m llava.eval.score", description=__doc__.splitlines()[0])
     top.add_argument("answers", type=Path, help="file of answers, as python -m llava.eval.answer writes it")
-    top.add_argument("other", type=Path, nargs="?", help="answers to the same questions, compared with the first")
     metric = f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)"
     top.add_argument("--metric", choices=KINDS, help=metric)
     args = top.parse_args(argv)
@@ -43,18 +38,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the scores, and with a second file the differences.
-
-    Raises ValueError, OSError: not a file of answers, or two with other questions; the message names the record.
-    """
-    files = [args.answers, *([args.other] if args.other else [])]
-    scored = [read_scored(file, args.metric) for file in files]
-    tables = {str(file): score_rows(answers, args.metric) for file, answers in zip(files, scored, strict=True)}
-    has_unread = any(row["unread"] for rows in tables.values() for row in rows)
-    if args.other:
-        tables[f"{args.other} minus {args.answers}, points"] = difference_rows(files, *scored)
-    print("\n\n".join(f"{title}\n{format_table(rows)}" for title, rows in tables.items()))
-    if has_unread:
+    """Prints the scores. Raises ValueError, OSError: not a file of answers; the message names the record."""
+    rows = score_rows(read_scored(args.answers, args.metric), args.metric)
+    print(f"{args.answers}\n{format_table(rows)}")
+    if any(row["unread"] for row in rows):
         print("\nunread: answers that hold no yes or no, letter or number, or several of them; they count as wrong")
 
 
@@ -148,26 +135,6 @@ def score_rows(answers: Sequence[Answered], metric: str | None = None) -> Rows:
         row = {"kind": kind, "metric": "+".join(dict.fromkeys(used)), "questions": len(chosen), "right": right}
         row |= {"percent": f"{mean(chosen):.1f}", "95 % interval": f"{low} to {high}", "unread": read.count(None)}
         rows.append(row)
-    return rows
-
-
-def difference_rows(files: Sequence[Path], first: Sequence[Answered], second: Sequence[Answered]) -> Rows:
-    """The second file's scores minus the first's, paired by question, with a bootstrap's 95 % interval.
-
-    Raises ValueError: the files have other questions, kinds or expected answers; the message names them.
-    """
-    ours, theirs = ({answer.id: answer for answer in answers} for answers in (first, second))
-    for name in {**ours, **theirs}:
-        asked = [(side[name].group, side[name].target) if name in side else "not answered" for side in (ours, theirs)]
-        if asked[0] != asked[1]:
-            raise ValueError(f"question {name}: {asked[0]} in {files[0]}, {asked[1]} in {files[1]}; expected the same")
-    changes = np.array([theirs[answer.id].score - answer.score for answer in first])
-    rows: Rows = []
-    for kind, places in groups(first).items():
-        (result,), _ = compare_benchmarks([changes[places][None]], [None])
-        row: dict[str, Any] = {"kind": kind, "difference": f"{result.delta:+.1f}"}
-        row |= {"95 % interval": f"{result.low:+.1f} to {result.high:+.1f}", "verdict": result.verdict}
-        rows.append(row | {"won": result.won, "lost": result.lost, "p": float(f"{result.p:.2g}")})
     return rows
 
 

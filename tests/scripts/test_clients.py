@@ -22,8 +22,7 @@ IMPORTS = {
     "llava.constants": "IGNORE_INDEX IMAGE_TOKEN_INDEX DEFAULT_IMAGE_TOKEN DEFAULT_IM_START_TOKEN DEFAULT_IM_END_TOKEN "
     "IMAGE_PLACEHOLDER DEFAULT_IMAGE_PATCH_TOKEN CONTROLLER_HEART_BEAT_EXPIRATION WORKER_HEART_BEAT_INTERVAL LOGDIR",
     "llava.conversation": "conv_templates default_conversation SeparatorStyle Conversation",
-    "llava.eval.m4c_evaluator": "EvalAIAnswerProcessor TextVQAAccuracyEvaluator STVQAAccuracyEvaluator "
-    "STVQAANLSEvaluator",
+    "llava.eval.m4c_evaluator": "EvalAIAnswerProcessor TextVQAAccuracyEvaluator",
     "llava.mm_utils": "get_model_name_from_path process_images tokenizer_image_token KeywordsStoppingCriteria "
     "expand2square process_anyres_image load_image_from_base64",
     "llava.model": "LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM",

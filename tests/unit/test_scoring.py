@@ -5,7 +5,6 @@ from decimal import Decimal
 
 import pytest
 
-from llava.eval.paired import sign_test
 from llava.eval.score import main, read_scored, score_rows
 from llava.utils.intervals import share_interval
 from llava.utils.scoring import KINDS, can_expect, is_right, letter, normalized, number, same_answer, yes_or_no
@@ -192,18 +191,6 @@ def test_an_answer_may_hold_what_ends_lines_of_text(tmp_path):
     assert [answer.score for answer in read_scored(tmp_path / "answers.jsonl")] == [1, 1]
 
 
-def test_two_files_are_paired_by_question_with_won_and_lost(tmp_path, capsys):
-    first = [line(i, "red" if i < 20 else "blue", "red") for i in range(60)]
-    second = [line(i, "red" if 5 <= i < 50 else "blue", "red") for i in reversed(range(60))]
-    files = written(tmp_path / "a.jsonl", first), written(tmp_path / "b.jsonl", second)
-    assert main([*map(str, files)]) == 0
-    table = capsys.readouterr().out.split("points\n")[1].splitlines()
-    assert table[1].split()[:2] == ["exact", "+41.7"] and "improved" in table[1]  # 30 won and 5 lost of 60
-    cells = dict(zip(table[0].split()[-3:], table[1].split()[-3:], strict=True))
-    assert (cells["won"], cells["lost"]) == ("30", "5")
-    assert float(cells["p"]) == pytest.approx(sign_test(30, 5), rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -220,17 +207,6 @@ def test_two_files_are_paired_by_question_with_won_and_lost(tmp_path, capsys):
 def test_a_record_that_cannot_be_scored_is_named(tmp_path, capsys, lines, message):
     assert main([str(written(tmp_path / "a.jsonl", lines))]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_files_with_other_questions_are_refused_by_id(tmp_path, capsys):
-    first = written(tmp_path / "a.jsonl", ANSWERS)
-    for lines, message in (
-        (ANSWERS[1:], "question 1: ('exact', 'red') in "),
-        ([*ANSWERS, line("z", "a", "a")], 'question "z": not answered in '),
-        ([line(1, "Red", "green"), *ANSWERS[1:]], "question 1: ('exact', 'red') in "),
-    ):
-        assert main([str(first), str(written(tmp_path / "b.jsonl", lines))]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_answers_that_were_cut_off_are_not_scored(tmp_path, capsys):
