@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
         type=Path,
         help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
     )
+    rule = "malformed records: error refuses the data, skip leaves them out and counts them"
+    parser.add_argument("--on_bad_record", choices=("error", "skip"), default="error", help=rule)
     parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
 
 
@@ -153,15 +155,13 @@ def default_data() -> str:
 
 def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | None]]:
     """A collection, and how many pictures each of its records has (None: the row is malformed)."""
-    if path.suffix in (".json", ".jsonl"):
-        return _records(path, args.image_folder or path.parent / "images")
-    if path.suffix in MIXTURES:
-        return _records(path, args.image_folder)
+    if path.suffix in (".json", ".jsonl", *MIXTURES):
+        return _records(path, args)
     if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
         try:
             shards = data_files(str(path))
             if turn_columns(pq.read_schema(shards[0])):
-                return _records(path, args.image_folder)
+                return _records(path, args)
             rows = [row for shard in shards for row in _benchmark_rows(shard)]
         except pa.ArrowException as error:
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
@@ -179,12 +179,17 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
     raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
 
 
-def _records(path: Path, folder: Path | None) -> tuple[Source, list[int | None]]:
-    """LLaVA's records; malformed rows of Parquet files are left out, malformed JSON records are refused."""
-    records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
-    store = ImageStore(folder, others=records.image_folders, setting="--image-folder")
+def _records(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | None]]:
+    """LLaVA's records, the malformed ones by the rule of `--on_bad_record`."""
+    records = load_records(str(path), check=False).epoch()
+    beside = path.parent / "images" if path.suffix in (".json", ".jsonl") else None
+    store = ImageStore(args.image_folder or beside, others=records.image_folders, setting="--image-folder")
     # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
+    if malformed and args.on_bad_record == "error":
+        shown = "\n  ".join(f"{records.named(i)}: {records.problem(i).message}" for i in sorted(malformed)[:SHOWN])
+        fault = f"{len(malformed)} of {len(records)} records are malformed"
+        raise DataError(path, f"{fault} (--on_bad_record skip leaves them out):\n  {shown}")
     pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]
     return Source(str(path), records, store, records.key), pictures
 

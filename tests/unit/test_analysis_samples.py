@@ -124,6 +124,17 @@ def test_a_mixture_takes_each_data_sets_pictures_from_its_own_folder(tmp_path):
         chosen("--data", tmp_path / "mix.yaml")
 
 
+def test_malformed_records_are_refused_or_left_out_by_the_rule_of_training(tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").write_bytes(png("red"))
+    path = records(tmp_path, "a.png", "a.png")
+    path.write_text(json.dumps([*json.loads(path.read_text()), {"image": "a.png"}, {"conversations": 7}]))
+    with pytest.raises(ValueError, match="2 of 4 records are malformed .--on_bad_record skip leaves them out.:\n.*2"):
+        chosen("--data", path)
+    assert len(chosen("--data", path, "--on_bad_record", "skip")) == 2
+    assert "left out: 2 malformed\n" in capsys.readouterr().err
+
+
 def test_records_without_one_picture_are_counted(tmp_path, tiny, capsys):
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").write_bytes(png("red"))
