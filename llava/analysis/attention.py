@@ -25,8 +25,7 @@ from torch import nn
 from llava.analysis import measure, samples
 from llava.analysis.measure import Values
 from llava.analysis.output import TableRow, draw_rows, figure, write_result
-from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Probe
-from llava.analysis.seen_area import WHOLE, Area
+from llava.analysis.probe import TEXT_AFTER, VISUAL, WHOLE, Area, Batch, Probe
 from llava.utils.presentation import import_pyplot
 
 SHOWN = 5

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.analysis.commands import NamedModel, required_models
@@ -64,24 +63,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
-    """Reads the embedding matrix of `model` chunk by chunk.
+    """Reads the embedding matrix of `model`.
 
     Raises FileNotFoundError, ValueError: see `WeightFiles`; a matrix of integers (quantised) or with NaN.
     """
     files = WeightFiles(model.path)
     name = files.embedding_name(embedding_name)
-    norms, hidden_size = [], 0
-    for chunk in files.embedding_rows(name):
-        if not chunk.is_floating_point() or chunk.ndim != 2:
-            raise ValueError(
-                f"{model.path}: {name} is {chunk.dtype} with {chunk.ndim} dimensions, expected a matrix of floats"
-            )
-        hidden_size = chunk.shape[1]
-        norms.append(torch.linalg.vector_norm(chunk.float(), dim=-1).double())
-    all_norms = torch.cat(norms).numpy()
-    if not np.isfinite(all_norms).all():
-        raise ValueError(f"{model.path}: {int((~np.isfinite(all_norms)).sum())} rows of {name} are NaN or infinite")
-    return EmbeddingNorms(model.name, name, hidden_size, all_norms, token_names(model.path, len(all_norms)))
+    norms = files.row_norms(name).numpy()
+    return EmbeddingNorms(model.name, name, files.shape(name)[1], norms, token_names(model.path, len(norms)))
 
 
 def token_names(path: str, rows: int) -> list[str]:

@@ -144,7 +144,7 @@ def vocabulary_norms(path: str, module: str) -> np.ndarray:
     names = [name for name in files.names if f".{name}".endswith("." + ending)]
     if len(names) != 1:
         raise ValueError(f"{path}: expected one tensor that ends in {ending}, found {', '.join(names) or 'none'}")
-    return np.concatenate([chunk.float().norm(dim=-1).double().numpy() for chunk in files.rows(names[0])])
+    return files.row_norms(names[0]).numpy()
 
 
 def table_rows(model: NamedModel, norms: Norms) -> list[TableRow]:

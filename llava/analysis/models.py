@@ -13,11 +13,10 @@ from transformers import AutoImageProcessor, AutoModel, BaseImageProcessor, Pret
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from llava.analysis.commands import COMMANDS, OURS, NamedModel
-from llava.analysis.probe import Batch, Probe
-from llava.analysis.processors import library_inputs, load_processor
+from llava.analysis.probe import WHOLE, Batch, Probe
+from llava.analysis.processors import library_inputs, load_processor, seen_area
 from llava.analysis.remote_code import load_remote, own_inputs, requires_trust
 from llava.analysis.samples import PicturePrompt
-from llava.analysis.seen_area import WHOLE, seen_area
 from llava.asking import Assistant, is_captioner, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.families import FAMILIES, Family, family_of, find_parts, output_rows, refuse

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from llava.analysis.samples import PicturePrompt
-from llava.analysis.seen_area import Area
 from llava.families import Parts, first_tensors, is_floating, output_rows
 
 # What a position of the LLM's input holds.
@@ -30,6 +29,9 @@ COMPARED = 256
 """Number of visual positions whose values are looked up among the projector's rows."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Area = tuple[float, float, float, float]
+"""Left, top, right and bottom in widths and heights of a picture; below 0 and above 1 are margins."""
+WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass

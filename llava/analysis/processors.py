@@ -10,9 +10,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 from transformers.utils import is_torchvision_available
 
-from llava.analysis.probe import Batch
+from llava.analysis.probe import Area, Batch
 from llava.analysis.samples import PicturePrompt
-from llava.analysis.seen_area import seen_area
 from llava.families import Family
 
 
@@ -97,6 +96,26 @@ def library_inputs(
         return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool(), areas)
 
     return prepare
+
+
+def seen_area(image_processor: Any, size: tuple[int, int], pads: bool = False) -> Area:
+    """The area of a picture of width and height `size` that the encoder's grid of patches covers.
+
+    Args:
+        image_processor: of transformers, which may pad the picture, and take a crop of its middle.
+        pads: the picture is padded to a square before the processor gets it.
+    """
+    if pads or (getattr(image_processor, "do_pad", False) and hasattr(image_processor, "pad_to_square")):
+        seen = (max(size), max(size))
+    else:
+        seen = size
+    if getattr(image_processor, "do_center_crop", False):
+        crop, scaled = image_processor.crop_size, image_processor.size
+        short = scaled.get("shortest_edge")
+        across, along = [short / min(seen)] * 2 if short else (scaled["width"] / seen[0], scaled["height"] / seen[1])
+        seen = crop["width"] / across, crop["height"] / along
+    left, top = ((1 - part / length) / 2 for part, length in zip(seen, size, strict=True))
+    return left, top, 1 - left, 1 - top
 
 
 def chat(sample: PicturePrompt) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ EMBEDDING_NAMES = (
     "embed_in.weight",  # GPT-NeoX
     "wte.embedding",  # Molmo 2; new tokens are in a second tensor
 )
-CONTINUED = {"wte.embedding": "wte.new_embedding"}
-"""Embeddings in two tensors: the ending of the first one's name, and of the second's."""
+CONTINUED = "wte.embedding", "wte.new_embedding"
+"""The endings of the names of an embedding in two tensors."""
 _VISION = ("vis", "vte", "audio", "image", "talker", "decoder_input")
 
 
@@ -61,28 +61,31 @@ class WeightFiles:
             raise FileNotFoundError(f"{path}: no weights, expected {files} (or shards with an index){remedy}")
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor in its stored dtype."""
-        return torch.cat(list(self.rows(name, None)))
+        """The tensor in its stored dtype."""
+        with self._open(name) as tensor:
+            return tensor[:]
 
     def shape(self, name: str) -> list[int]:
         """The tensor's shape, of a safetensors file by its header."""
         with self._open(name) as tensor:
             return list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
 
-    def rows(self, name: str, chunk_rows: int | None = 16384) -> Iterator[torch.Tensor]:
-        """The tensor in its stored dtype, `chunk_rows` of its first dimension at a time (None: in one piece)."""
-        length = self.shape(name)[0]
-        step = chunk_rows or max(length, 1)
-        with self._open(name) as tensor:
-            for start in range(0, length, step):
-                yield tensor[start : start + step]
+    def row_norms(self, name: str) -> torch.Tensor:
+        """L2 norms of a matrix's rows [rows] in fp64, each computed in fp32; of an embedding in two tensors, of both.
 
-    def embedding_rows(self, name: str) -> Iterator[torch.Tensor]:
-        """`rows` of a text embedding matrix, also where it is stored in two tensors."""
-        yield from self.rows(name)
-        for first, second in CONTINUED.items():
-            if name.endswith(first) and name.removesuffix(first) + second in self.names:
-                yield from self.rows(name.removesuffix(first) + second)
+        Raises ValueError: not a matrix of floats, or it has NaN or infinite values.
+        """
+        second = name.removesuffix(CONTINUED[0]) + CONTINUED[1]
+        norms = []
+        for part in [name, second] if name.endswith(CONTINUED[0]) and second in self.names else [name]:
+            matrix = self.read(part)
+            if not matrix.is_floating_point() or matrix.ndim != 2:
+                fault = f"{part} is {matrix.dtype} with {matrix.ndim} dimensions, expected a matrix of floats"
+                raise ValueError(f"{self.path}: {fault}")
+            norms += [torch.linalg.vector_norm(rows.float(), dim=-1).double() for rows in matrix.split(16384)]
+        if bad := int((~(every := torch.cat(norms)).isfinite()).sum()):
+            raise ValueError(f"{self.path}: {bad} rows of {name} are NaN or infinite")
+        return every
 
     def embedding_name(self, requested: str | None = None) -> str:
         """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.

@@ -18,9 +18,9 @@ from llava.analysis import models as loading
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention import NoMap, overlaid, visual_grid, watched
 from llava.analysis.commands import NamedModel
-from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
+from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, WHOLE, Probe
+from llava.analysis.processors import seen_area
 from llava.analysis.samples import PicturePrompt
-from llava.analysis.seen_area import WHOLE, seen_area
 from llava.families import family_of, find_parts
 from llava.utils import presentation
 
@@ -309,12 +309,6 @@ AREAS = {
         False,
         (0, 0.25, 1, 0.75),
     ),
-    "no resizing": (
-        transformers.CLIPImageProcessorPil(**CROPS, do_resize=False),
-        (64, 8),
-        False,
-        (0.375, -0.5, 0.625, 1.5),
-    ),
     "padded, and not cropped then": (transformers.CLIPImageProcessorPil(**CROPS), (64, 16), True, (0, -1.5, 1, 2.5)),
     "squeezed": (transformers.SiglipImageProcessorPil(), (64, 16), False, (0, 0, 1, 1)),
     "padded by the processor": (transformers.DeepseekVLImageProcessorPil(), (16, 64), False, (-1.5, 0, 2.5, 1)),
@@ -373,9 +367,7 @@ def outcomes(probe, question):
 def test_alpha_one_is_an_exact_control(outcomes):
     same = outcomes["alpha 1"]
     assert same["kl"] == pytest.approx(0, abs=1e-9) and same["rank"] == 1
-    assert same["keys"] == pytest.approx(1) and same["values"] == pytest.approx(1)
-    blank = outcomes[interventions.BLANK]
-    assert blank["kl"] > 1e-6 and blank["keys"] != pytest.approx(1)
+    assert outcomes[interventions.BLANK]["kl"] > 1e-6
     assert outcomes[interventions.TEXT_ONLY]["share"] == 0
 
 
@@ -390,23 +382,21 @@ def test_a_processor_without_text_only_inputs_skips_that_control(checkpoint, tin
 
     monkeypatch.setattr(Probe, "prepare", with_pictures_alone)
     flags = ["--model", f"m={checkpoint}", "--data", str(tiny / "data/finetune.json"), "--samples", "1"]
-    assert main(["interventions", *flags, "--device", "cpu", "--output-dir", str(tmp_path), "--alphas", "2"]) == 0
+    assert main(["interventions", *flags, "--device", "cpu", "--output-dir", str(tmp_path)]) == 0
     assert "m: not run: no picture; its processor makes no inputs of text alone" in capsys.readouterr().out
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
-    assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 4
+    assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 11
 
 
 def plain_run(probe, question, scale):
-    """Log probabilities of the next token, and keys and values of visual tokens, by the model's own cache."""
+    """Log probabilities of the next token, and the visual tokens, by the plain model."""
     batch = probe.prepare([question])
     embeds = probe.model.prepare_inputs_labels_for_multimodal(
         batch.inputs["input_ids"], None, None, None, None, batch.inputs["images"]
     )[4]
     visual = probe.groups(batch)[0] == VISUAL
     embeds[0, visual] = scale(embeds[0, visual])
-    output = probe.model(inputs_embeds=embeds, use_cache=True)
-    cache = [(layer.keys[0][:, visual], layer.values[0][:, visual]) for layer in output.past_key_values.layers]
-    return output.logits[0, -1].double().log_softmax(-1), cache, embeds[0, visual]
+    return probe.model(inputs_embeds=embeds).logits[0, -1].double().log_softmax(-1), embeds[0, visual]
 
 
 @pytest.mark.parametrize("name", ["alpha 2", "alpha 0.5", interventions.TEXT_NORM])
@@ -415,20 +405,16 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
     text = torch.isin(probe.groups(batch), torch.tensor([TEXT_BEFORE, TEXT_AFTER]))
     target = float(np.median(probe.embedding_weight[batch.input_ids[text]].norm(dim=1)))
     with torch.no_grad():
-        expected, cache, tokens = plain_run(probe, question, lambda tokens: tokens)
+        expected, tokens = plain_run(probe, question, lambda tokens: tokens)
         if name == interventions.TEXT_NORM:
-            log_probs, other, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
+            log_probs, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
         else:
-            log_probs, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
+            log_probs, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
     outcome = outcomes[name]
     assert outcome["kl"] == pytest.approx(
         F.kl_div(log_probs, expected, log_target=True, reduction="sum").item(), rel=1e-3, abs=1e-10
     )
     assert outcome["rank"] == 1 + int((log_probs > log_probs[expected.argmax()]).sum())
-    for layer in range(2):
-        for measured, which in ((outcome["keys"], 0), (outcome["values"], 1)):
-            cosine = F.cosine_similarity(cache[layer][which], other[layer][which], dim=-1).mean().item()
-            assert measured[layer] == pytest.approx(cosine, abs=1e-5)
     assert outcomes[interventions.UNTOUCHED]["visual norm"] == pytest.approx(np.median(tokens.norm(dim=-1)), rel=1e-5)
     assert outcomes[interventions.UNTOUCHED]["text norm"] == pytest.approx(target, rel=1e-6)
     assert outcome["visual norm"] == pytest.approx(
@@ -437,10 +423,8 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
     )
 
 
-def made_run(probabilities, keys) -> interventions.Run:
-    keys = torch.tensor(keys)[None]
-    cache = {1: (keys, keys)}  # the first of two layers has no attention
-    return interventions.Run(torch.tensor(probabilities).double().log(), 0.25, cache, 1.0, 3.0)
+def made_run(probabilities) -> interventions.Run:
+    return interventions.Run(torch.tensor(probabilities).double().log(), 0.25, 1.0, 3.0)
 
 
 def row_of(*outcomes):
@@ -449,19 +433,14 @@ def row_of(*outcomes):
 
 
 def test_an_outcome_equals_its_definition():
-    untouched = made_run([0.7, 0.2, 0.1], [[1.0, 0.0], [0.0, 2.0]])
-    other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
-    compared = interventions.compare("x", untouched, other, 2)
+    untouched = made_run([0.7, 0.2, 0.1])
+    other = made_run([0.1, 0.6, 0.3])
+    compared = interventions.compare("x", untouched, other)
     assert compared["kl"] == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
     assert [compared[name] for name in ("rank", "share", "visual norm")] == [3, 0.25, 1]
-    for name in ("keys", "values"):
-        assert compared[name] == pytest.approx([np.nan, 0.5], nan_ok=True)
-    assert row_of(compared)["cos of keys"] == pytest.approx(0.5)
-    text_only = other._replace(cache={1: (torch.zeros(1, 0, 2),) * 2}, share=0.0, visual_norm=np.nan)
-    compared = interventions.compare("x", untouched, text_only, 2)
-    assert np.isnan([*compared["keys"], *compared["values"], compared["visual norm"]]).all()
+    compared = interventions.compare("x", untouched, other._replace(share=0.0, visual_norm=np.nan))
     row = row_of(compared)
-    assert row["cos of keys"] is None and row["visual attention"] == 0
+    assert np.isnan(row["visual norm"]) and row["visual attention"] == 0
 
 
 def layer_row(states, after, groups, sinks) -> dict[str, float]:
@@ -533,7 +512,7 @@ def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, 
     shared += ["--output-dir", str(tmp_path)]
     for _ in range(2):  # the second time from what is saved
         assert main(["attention", *shared]) == 0
-        assert main(["interventions", *shared, "--alphas", "2"]) == 0
+        assert main(["interventions", *shared]) == 0
         printed = capsys.readouterr().out
         assert "m: no attention, so no values, in layers 0, 2" in printed
         layers = json.loads((tmp_path / "attention-layers.json").read_text())["rows"]
@@ -541,7 +520,7 @@ def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, 
             assert [name in row for row in layers] == [False, True, False]
         assert json.loads((tmp_path / "attention.json").read_text())["rows"][0]["visual share of attention"] > 0
         result = json.loads((tmp_path / "interventions.json").read_text())
-        assert 0 < result["rows"][1]["cos of keys"] < 1
+        assert result["rows"][1]["KL (nats)"] > 0
 
 
 def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
@@ -567,14 +546,15 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     shared += ["--data", str(tiny / "data/finetune.json"), "--samples", "2", "--output-dir", str(tmp_path)]
     shared += ["--image-folder", str(tiny / "data/images")]
     assert main(["attention", *shared, "--query", "colour"]) == 0
-    assert main(["interventions", *shared, "--alphas", "0.5", "2"]) == 0
+    assert main(["interventions", *shared]) == 0
     assert main(["theory", *shared]) == 0
     names = ["attention-heatmaps", "attention-profiles", "interventions", "theory-model"]
     for name in names:
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
-        *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
+        *("untouched", *(f"alpha {alpha:g}" for alpha in interventions.ALPHAS)),
+        *("text norm", "blank picture", "no picture"),
     ]
     assert len(json.loads((tmp_path / "theory-model-layers.json").read_text())["rows"]) == 2 * 2  # models, layers
     assert "two: visual tokens enter with" in capsys.readouterr().out
@@ -582,7 +562,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
         patch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
         for result, command, *flags in (
             ["attention", "attention", "--query", "colour"],
-            ["interventions", "interventions", "--alphas", "2", "0.5"],
+            ["interventions", "interventions"],
             ["theory-model", "theory"],
         ):
             before = json.loads((tmp_path / f"{result}.json").read_text())
@@ -590,8 +570,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
             after = json.loads((tmp_path / f"{result}.json").read_text())
             assert after["rows"] == before["rows"]
         with pytest.raises(pytest.fail.Exception):
-            main(["interventions", *shared, "--alphas", "3"])
-    assert main(["interventions", *shared, "--alphas", "-1"]) == 2
+            main(["attention", *shared, "--query", "warm"])
     for command in ("attention", "interventions", "theory"):
         assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2
         assert "has no visual tokens" in capsys.readouterr().err
