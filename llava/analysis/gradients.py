@@ -59,28 +59,22 @@ def run(args: argparse.Namespace) -> None:
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
     """Every arm's gradients. Raises ValueError: the samples have no answers."""
 
-    def load(named: NamedModel, args: argparse.Namespace) -> Callable[[str], dict[str, float]]:
-        assistant = models.load_ours(named, args)
-        model = assistant.model
+    def measured(assistant: Assistant, part: Sequence[samples.PicturePrompt]) -> Values:
+        model, values = assistant.model, {}
         model.requires_grad_(False).train()
-        batch, labels = training_batch(drawn[:], assistant)
+        batch, labels = training_batch(part, assistant)
         bare = model.get_model().mm_projector
         trained = projector_norm(bare)
         bare = bare if trained is None else bare[:-1]
-
-        def gradients_of(arm: str) -> dict[str, float]:
+        for arm in ARMS:
             model.get_model().mm_projector = arm_projector(arm, bare, trained, model)
-            return gradient_norms(model, batch, labels)
+            norms = gradient_norms(model, batch, labels)
+            values |= {"points": np.array(list(norms)), arm: np.array(list(norms.values()))}
+        return values
 
-        return gradients_of
-
-    def measured(gradients_of: Callable[[str], dict[str, float]], arms: Sequence[str]) -> Values:
-        norms = gradients_of(arms[0])
-        return {"points": np.array(list(norms)), "norms": np.array(list(norms.values()))}
-
-    parts = measure.batches("gradients", named, drawn, args, measured, load=load, items=ARMS)
-    norms = [dict(zip(values["points"].tolist(), values["norms"].tolist(), strict=True)) for values in parts]
-    return dict(zip(ARMS, norms, strict=True))
+    parts = measure.batches("gradients", named, drawn, args, measured, load=models.load_ours, size=len(drawn))
+    points = parts[0]["points"].tolist()
+    return {arm: dict(zip(points, parts[0][arm].tolist(), strict=True)) for arm in ARMS}
 
 
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:

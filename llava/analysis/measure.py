@@ -1,10 +1,10 @@
 """Measures models over samples: raw values of every batch in one file each, read back for means and quantiles.
 
-    <output-dir>/measurements/<what>-<digest>/<first item>.npz
+    <output-dir>/measurements/<what>-<digest>/<first sample>.npz
 
-The digest is of the weights, the samples and every setting that decides a value, so a number is tied to what made it,
-and finished batches are skipped. 1,000 samples of 800 tokens are about 450 MB for a decoder of 28 layers, on disk and
-in memory; `--samples` bounds it.
+The digest is of the weights, the samples, the code, the packages and every setting that decides a value, so a number is
+tied to what made it, and finished batches are skipped. 1,000 samples of 800 tokens are about 450 MB for a decoder of 28
+layers, on disk and in memory; `--samples` bounds it.
 
 One pass serves `interface-norms`, `layer-norms` and `update-rates`. State l (0 to L) is what enters layer l, state L
 what leaves the last one. Per token:
@@ -24,6 +24,7 @@ import argparse
 import hashlib
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 from zipfile import BadZipFile
@@ -39,6 +40,7 @@ from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.files import replacing
 from llava.utils.progress import progress
+from llava.utils.versions import ANALYSIS, made_by
 
 FOLDER = "measurements"
 SINK_RATIO = 10.0
@@ -58,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser, default: int = 40, batches: b
     samples.add_arguments(parser, default)
     if batches:
         parser.add_argument("--batch-size", type=whole(1), default=4, help="samples in a batch; changes no result")
-    parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
 
 
 def begin(args: argparse.Namespace) -> tuple[list[NamedModel], Samples]:
@@ -77,31 +78,27 @@ def batches(
     *,
     load: Callable[[NamedModel, argparse.Namespace], Any] | None = None,
     flags: Sequence[str] = (),
-    items: Sequence[Any] | None = None,
     size: int = 1,
 ) -> list[Values]:
     """The values of every batch of a measurement; measures those that `--output-dir` does not have.
 
     Args:
         what: is measured; begins the folder's name.
-        values_of: makes values of what `load` gives and of `size` items.
+        values_of: makes values of what `load` gives and of `size` samples.
         load: loads the model, only if there is something to measure; `models.load` where None.
         flags: those of the command that decide a result.
-        items: what is measured; the samples where None.
     """
     folder = args.output_dir / FOLDER / _name(what, named, drawn, args, flags, size)
-    items = drawn if items is None else items
-    files = {first: folder / f"{first}.npz" for first in range(0, len(items), size)}
-    there = {first for first, file in files.items() if file.is_file() and not args.fresh}
+    files = {first: folder / f"{first}.npz" for first in range(0, len(drawn), size)}
+    there = {first for first, file in files.items() if file.is_file()}
     if there:
-        done = f"{len(there)} of {len(files)} batches are measured already"
-        print(f"{named.name}: {done} ({folder}; --fresh measures again)")
+        print(f"{named.name}: {len(there)} of {len(files)} batches are measured already ({folder})")
     loaded = (load or models.load)(named, args) if len(there) < len(files) else None
     folder.mkdir(parents=True, exist_ok=True)
     measured = []
-    with progress(len(items), f"{args.command}, {named.name}") as bar:
+    with progress(len(drawn), f"{args.command}, {named.name}") as bar:
         for first, file in files.items():
-            part = items[first : first + size]
+            part = drawn[first : first + size]
             if first not in there:
                 values = values_of(loaded, part)
                 with replacing(file, contended=True) as unfinished, unfinished.open("wb") as stream:
@@ -110,8 +107,11 @@ def batches(
                 with np.load(file, allow_pickle=False) as stored:
                     measured.append(dict(stored))
             except (OSError, EOFError, ValueError, BadZipFile) as error:
-                raise ValueError(f"{file}: damaged ({error}); delete it, or measure again with --fresh") from error
+                raise ValueError(f"{file}: damaged ({error}); delete it") from error
             bar.update(len(part))
+    if loaded is not None and _name(what, named, drawn, args, flags, size) != folder.name:
+        shutil.rmtree(folder)
+        raise ValueError(f"{named.name}: weights or samples changed while they were measured; rerun the same command")
     return measured
 
 
@@ -131,6 +131,7 @@ def _name(
         "samples": drawn.content(),
         "size": size,
         "placement": models.placement(args),
+        "made by": made_by(ANALYSIS),
         "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, *flags)},
     }
     return f"{what}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}"

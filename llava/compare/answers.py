@@ -21,7 +21,6 @@ from typing import Any
 from llava.eval.results import (
     BLANK,
     CONTROLS,
-    LLAVA_CODE,
     LLAVA_COMMIT,
     SHUFFLED,
     TEXT_ONLY,
@@ -35,7 +34,7 @@ from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.progress import progress
-from llava.utils.versions import ANALYSIS, PACKAGES, code_digest, git_commit, version_of
+from llava.utils.versions import ANALYSIS, git_commit, made_by
 from playground.records import IMAGE_TOKEN, is_right
 
 SOURCES = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     content = content_of(args.data)
     now = described(args.checkpoint, len(records))
     place = args.output_dir
-    missing = [control for control in args.controls if not is_answered(args.checkpoint, place, [control], content)]
+    missing = [control for control in args.controls if not is_answered(place / control, now, content)]
     if not missing:
         print(f"{place}: all answers are already recorded")
         return
@@ -72,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     for control in missing:
         start = time.monotonic()
         said = answers_under(control, assistant, records, args.data / "images", args.batch_size)
+        if content_of(args.data) != content:
+            raise ValueError(f"--data {args.data}: changed while its questions were answered; rerun the same command")
         now.tasks = scored(records, said, time.monotonic() - start, content)
         now.created = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"written: {write_results(now, place / control)}")
@@ -96,25 +97,13 @@ def content_of(data: Path) -> str:
     return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
 
 
-def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS, content: str = "") -> bool:
-    """Whether `folder` has answers under every control, of the current weights by the current code and packages.
-
-    Args:
-        content: what the questions and pictures must have been (`content_of`); empty: any.
-    """
+def is_answered(folder: Path, now: Results, content: str) -> bool:
+    """Whether `folder` has answers made as `now` says, to questions and pictures of this `content`."""
     try:
-        answered = [read_results(folder / control) for control in controls]
+        before = read_results(folder)
     except ValueError:
         return False
-    weights, now = revision(str(checkpoint)), versions()
-    contents = {task.data for results in answered for task in results.tasks.values()}
-    current = all(results.fingerprint == weights and now.items() <= results.versions.items() for results in answered)
-    return current and (not content or contents == {content})
-
-
-def versions() -> dict[str, str | None]:
-    """The packages and the code that decide the answers."""
-    return {package: version_of(package) for package in PACKAGES} | {LLAVA_CODE: code_digest(SOURCES)}
+    return before.identity() == now.identity() and {task.data for task in before.tasks.values()} == {content}
 
 
 def described(checkpoint: Path, questions: int) -> Results:
@@ -130,8 +119,8 @@ def described(checkpoint: Path, questions: int) -> Results:
     settings = {"questions": questions, "dtype": fastest_dtype()}
     settings |= evaluation_record(other_settings(read_generation_config(str(checkpoint))), GREEDY)
     command = shlex.join(["python", "-m", "llava.compare", *sys.argv[1:]])
-    made_by = versions() | {LLAVA_COMMIT: git_commit()}
-    return Results(str(checkpoint), revision(str(checkpoint)) or "", command, made_by, settings, created="")
+    versions = made_by(SOURCES) | {LLAVA_COMMIT: git_commit()}
+    return Results(str(checkpoint), revision(str(checkpoint)) or "", command, versions, settings, created="")
 
 
 def scored(

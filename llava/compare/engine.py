@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llava.analysis.commands import NamedModel
-from llava.compare.answers import is_answered
 from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_flags
-from llava.compare.steps import Step, measurement, run_lanes, training
+from llava.compare.steps import Step, run_lanes, training
 from llava.launch.command import preloads
 from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
@@ -161,8 +159,7 @@ class Experiment:
         checkpoint = run.folder(STAGES[-1])
         words = ["llava.compare", "answers", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
         words += ["--batch-size", 80 if self.demo else 8, "--controls", *controls]
-        is_done = partial(is_answered, checkpoint, place, controls)
-        step = self.python(f"{run.name}, answers", run.folder("answers.log"), *words, is_done=is_done)
+        step = self.python(f"{run.name}, answers", run.folder("answers.log"), *words)
         step.settings = {**step.settings, **self.threads(len(self.places()))}
         return step
 
@@ -181,8 +178,7 @@ class Experiment:
         for name in commands:
             if fitting := fitting_models(name, models):
                 words = [interpreter(), *command_line(name, fitting, output, data, samples)]
-                settings = self.threads(len(self.places()))
-                lanes[name] = [measurement(name, words, output / f"{name}.done", settings, fitting)]
+                lanes[name] = [Step(name, words, output / f"{name}.log", self.threads(len(self.places())))]
         return lanes
 
     # --- the flow -----------------------------------------------------------------------------------------------------

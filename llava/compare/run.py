@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llava.compare.answers import held_out, is_answered
+from llava.compare.answers import held_out
 from llava.compare.arms import parse_arms, parse_seeds
 from llava.compare.engine import Experiment
 from llava.compare.plan import Plan, check_record, hold, read_plan
@@ -123,10 +123,12 @@ class Planned(Comparison):
     Attributes:
         plan: what is trained.
         record: what is recorded of complete seeds.
+        answered: runs whose lanes have ended in this call.
     """
 
     plan: Plan = field(kw_only=True)
     record: Record = field(default_factory=new_record)
+    answered: set[str] = field(default_factory=set)
 
     @property
     def pictures(self) -> Path:
@@ -186,9 +188,8 @@ class Planned(Comparison):
         """Records the seed of the run called `name`, if all its arms are trained and answered."""
         seed = next(run.seed for run in self.runs if run.name == name)
         runs = [run for run in self.runs if run.seed == seed]
-        trained = all(run.has_finished(STAGES[-1]) for run in runs)
-        answered = trained and all(is_answered(run.folder(STAGES[-1]), run.folder(HELD_OUT)) for run in runs)
-        if not answered or seed not in self.plan.missing(self.record):
+        self.answered.add(name)
+        if not self.answered.issuperset(run.name for run in runs) or seed not in self.plan.missing(self.record):
             return
         add_runs(self.record, runs, answers_of, plan=self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))

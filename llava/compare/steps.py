@@ -13,14 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from llava.analysis.commands import NamedModel
 from llava.compare.runs import Run, check_present, check_runs, is_finished
 from llava.launch.devices import memory_quota
-from llava.utils.digests import revision
 from llava.utils.paths import ROOT
 from llava.utils.processes import end, last_lines, start
 from llava.utils.provenance import DONE
-from llava.utils.versions import ANALYSIS, code_digest
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
@@ -84,23 +81,6 @@ def training(title: str, stage: str, folder: Path, settings: Mapping[str, str], 
 
     command, log = ["bash", f"scripts/{stage}.sh"], folder.with_suffix(".log")
     return Step(title, command, log, settings, partial(is_finished, folder), before, after)
-
-
-def measurement(
-    title: str, command: Sequence[str], mark: Path, settings: Mapping[str, str], models: Sequence[NamedModel]
-) -> Step:
-    """Measures models once; `mark` is the file that records their weights and the code."""
-
-    def origin() -> str:
-        named = [f"{name}={folder}" for name, folder in models]
-        weights = [revision(folder) or "" for _, folder in models]
-        return "\n".join([*named, *weights, code_digest(ANALYSIS)])
-
-    def is_done() -> bool:
-        return mark.is_file() and mark.read_text() == origin()
-
-    log = mark.with_suffix(".log")
-    return Step(title, command, log, settings, is_done, after=lambda seconds: mark.write_text(origin()))
 
 
 @dataclass

@@ -21,7 +21,7 @@ from llava.utils.locks import locked
 from llava.utils.paths import checkpoint_name
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
-from llava.utils.versions import EVALUATION, code_digest
+from llava.utils.versions import EVALUATION, made_by
 
 if TYPE_CHECKING:
     from llava.anyres import Size
@@ -129,6 +129,9 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
             lines = [answer_line(question, answers[i], args.model_path) for i, question in enumerate(batch)]
             file.write("".join(lines).encode())
             file.flush()
+    if answer_settings(questions, args) != settings:
+        record_file(output).unlink()  # whoever goes on with this file must not take it for either's
+        raise ValueError(f"--output {output}: checkpoint or pictures changed during the run; rerun with --overwrite")
     print(f"{output}: {len(questions)} answers")
 
 
@@ -152,15 +155,18 @@ def answer_line(question: "Question", text: str, model_path: str) -> str:
 
 
 def answer_settings(questions: "QuestionRecords", args: argparse.Namespace) -> dict[str, object]:
-    """Everything that decides the answers, by flag; batch size and device do not."""
+    """Everything that decides the answers: by flag, without batch size and device, and packages and code."""
+    import torch  # takes seconds
+
     decisive = {name: value for name, value in vars(args).items() if name not in NEUTRAL}
     settings: dict[str, object] = {f"--{name.replace('_', '-')}": value for name, value in decisive.items()}
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         settings[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     settings["--data"] = f"content {questions.records.key[:16]}"
     settings["--image-folder"] = f"pictures {questions.pictures_content()}"
-    settings["code"] = code_digest(EVALUATION)[:16]
-    return settings
+    on_cpu = not torch.accelerator.is_available() or str(args.device or "").startswith("cpu")
+    settings["--dtype"] = args.dtype or ("float32" if on_cpu else "the checkpoint's")
+    return settings | made_by(EVALUATION)
 
 
 def record_file(output: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.eval.harness import LOG, EvaluationError, collect, local_data, run_harness, token_fault
-from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
+from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
@@ -22,11 +22,9 @@ from llava.utils.paths import WORK, checkpoint_name
 from llava.utils.presentation import format_table
 from llava.utils.processes import last_lines
 from llava.utils.provenance import differences
-from llava.utils.versions import EVALUATION, code_digest, git_commit, version_of
+from llava.utils.versions import EVALUATION, git_commit, made_by
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
-IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
-"""Settings on which the scores depend; with another batch size or number of GPUs, finished tasks stay finished."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,6 +120,8 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
                 if status:
                     ended = f"the harness ended with exit status {status}; the end of {folder / LOG}:"
                     raise EvaluationError(task.name, ended, *last_lines(folder / LOG, 15))
+                if local_data(task, args.data_dir) != data[task.name]:
+                    raise EvaluationError(task.name, "its data changed while it was evaluated; rerun the same command")
                 result = collect(task, folder, seconds / len(group), data[task.name][1], args.allow_empty)
             except EvaluationError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -145,25 +145,18 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
     if digest is None:
         raise ValueError(f"{args.checkpoint}: no such folder, and not a model in the hub's local cache")
     command = shlex.join(["bash", "scripts/evaluate.sh", *args.argv])
-    versions = {name: version_of(name) for name in PACKAGES}
-    versions |= {LLAVA_CODE: code_digest(EVALUATION), LLAVA_COMMIT: git_commit()}
+    versions = made_by(EVALUATION, PACKAGES) | {LLAVA_COMMIT: git_commit()}
     results, path = Results(args.checkpoint, digest, command, versions, settings, now()), args.output_dir / RESULTS_FILE
     if not path.exists():
         return results
     before = read_results(path)
-    if changed := differences(identity(before), identity(results)):
+    if changed := differences(before.identity(), results.identity()):
         renamed = path.with_name(f"results.{before.created.replace(':', '')}.json")
         print(f"{path}: made with other {', '.join(changed)}; kept as {renamed.name}, every task is evaluated again")
         path.rename(renamed)
     else:
         results.tasks = before.tasks
     return results
-
-
-def identity(results: Results) -> dict[str, Any]:
-    """What the scores depend on besides the data."""
-    versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}
-    return {"checkpoint": results.fingerprint} | {name: results.settings.get(name) for name in IDENTITY} | versions
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -187,6 +180,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     chosen = {"conv_template": args.conv_template or config.mm_conv_version, "limit": args.limit}
     chosen |= {"mmlu_fewshot": args.mmlu_fewshot, "context": context_length(config)}
     chosen |= evaluation_record(own, "as each task says; greedy where it says nothing")
+    chosen["precision"] = "the checkpoint's" if args.num_gpus else "float32"
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
 
 

@@ -14,8 +14,8 @@ FORMAT = 1
 RESULTS_FILE = "results.json"
 LLAVA_COMMIT = "llava (git commit)"
 """This tree among the versions of `Results`."""
-LLAVA_CODE = "llava (code)"
-"""The digest of the sources that decide answers and scores, also among the versions."""
+NEUTRAL = ("batch_size", "num_gpus")
+"""Settings on which the scores do not depend."""
 CONTROLS = UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = "untouched", "blank", "shuffled", "text-only"
 """Folders with the results of a checkpoint as it is, and with its pictures removed in three ways."""
 
@@ -55,6 +55,12 @@ class Results:
     settings: dict[str, Any]  # template, limit, few-shot examples, batch size and devices of the newest run
     created: str  # time of the newest change, ISO 8601 in UTC
     tasks: dict[str, TaskResult] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the scores besides the data; results are current only while this and the data stay equal."""
+        settings = {name: value for name, value in self.settings.items() if name not in NEUTRAL}
+        versions = {name: version for name, version in self.versions.items() if name != LLAVA_COMMIT}
+        return {"checkpoint": self.fingerprint, **settings, **versions}
 
 
 def write_results(results: Results, folder: Path) -> Path:

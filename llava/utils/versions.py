@@ -15,6 +15,8 @@ ANALYSIS = (*_SHARED, "llava/analysis/**/*.py")
 """The source files that may decide trained weights, scores of benchmarks, and measurements."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
 """The packages that training computes with."""
+LLAVA_CODE = "llava (code)"
+"""The digest of the sources among the versions of a result."""
 
 
 def git_commit(ignored: Sequence[str] = ()) -> str | None:
@@ -51,6 +53,11 @@ def code_digest(sources: Sequence[str] = TRAINING) -> str:
     for path in sorted(file for pattern in sources for file in CODE.glob(pattern)):
         digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def made_by(sources: Sequence[str], packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """What a result depends on besides its inputs and settings: versions of packages, and the code of `sources`."""
+    return {name: version_of(name) for name in packages} | {LLAVA_CODE: code_digest(sources)}
 
 
 def software(packages: Sequence[str] = PACKAGES) -> dict[str, dict[str, str | None]]:

@@ -233,6 +233,7 @@ def test_other_settings_are_refused_by_name_unless_overwritten(ask, trained, ima
     before = ask(LINES).file.read_text()
     for records, flags, model, named in (
         (LINES[1:], (), None, "--data was content"),
+        (LINES, ("--dtype", "bfloat16"), None, "--dtype was float32, is bfloat16"),
         (LINES, ("--max-new-tokens", "9"), None, "--max-new-tokens was 8, is 9"),
         (LINES, ("--conv-mode", "v1"), None, "--conv-mode was None, is v1"),
         (LINES, (), trained("none"), "--model-path was "),
@@ -256,9 +257,25 @@ def test_other_pictures_or_code_are_refused_and_a_moved_folder_is_not(ask, image
     Image.new("RGB", (20, 16), "grey").save(moved / "red.png")
     result = ask(LINES, "--image-folder", str(moved))
     assert result.status == 2 and "--image-folder was pictures " in result.error
-    monkeypatch.setattr(answer, "code_digest", lambda sources: "another")
+    for made_by, named in ({"llava (code)": "another"}, "(code) was "), ({"torch": "1.0"}, "torch was "):
+        monkeypatch.setattr(answer, "made_by", lambda sources, made_by=made_by: made_by)
+        result = ask(LINES)
+        assert result.status == 2 and named in result.error and len(result.error.splitlines()) == 1
+
+
+def test_pictures_that_change_during_the_run_leave_no_record(ask, images, monkeypatch):
+    answer_all = asking.batch_answers
+
+    def exchanged(*args, **options):
+        Image.new("RGB", (20, 16), "grey").save(images / "red.png")
+        return answer_all(*args, **options)
+
+    monkeypatch.setattr(asking, "batch_answers", exchanged)
+    before = (images / "red.png").read_bytes()
     result = ask(LINES)
-    assert result.status == 2 and "code was " in result.error and len(result.error.splitlines()) == 1
+    (images / "red.png").write_bytes(before)
+    assert result.status == 2 and "pictures changed during the run" in result.error
+    assert "no record of its settings" in ask(LINES).error
 
 
 def test_a_file_that_was_not_written_here_is_left_alone(ask, tmp_path):

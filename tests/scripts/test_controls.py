@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from llava import asking
+from llava.compare import answers
 from llava.compare.__main__ import main
 from llava.eval.results import CONTROLS, read_results
 
@@ -53,6 +54,10 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
 
     monkeypatch.setattr(asking, "load_assistant", never)
     assert main(words) == 0  # all are recorded
+    for name, another in (("fastest_dtype", lambda: "float16"), ("made_by", lambda sources: {"torch": "1.0"})):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="asked again"):
+            patch.setattr(answers, name, another)
+            main(words)
     picture = data / "images/red.png"
     Image.new("RGB", (20, 16), "grey").save(picture)
     with pytest.raises(AssertionError, match="asked again"):

@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from llava.compare.answers import versions
+from llava.compare.answers import SOURCES
 from llava.eval.results import CONTROLS
 from llava.utils.digests import fingerprint
 from llava.utils.provenance import RUN_FILE
-from llava.utils.versions import software
+from llava.utils.versions import made_by, software
 
 KINDS = ("color", "count", "binding")
 STEP = {"loss": 1.0, "samples_per_second": 8.0, "tokens_per_second": 80.0, "peak_memory_gib": 1.0}
@@ -146,7 +146,7 @@ def write_results(checkpoint: Path, control: str, folder: Path) -> None:
         score = sum(sample["score"] for sample in samples)
         tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
     content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
-    content |= {"versions": versions(), "settings": {}, "created": "2026-01-01"}
+    content |= {"versions": made_by(SOURCES), "settings": {}, "created": "2026-01-01"}
     content["tasks"] = tasks
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(content))
@@ -160,7 +160,7 @@ LONG = {
     "attention": ({}, ("visual share of attention", "share if uniform", "entropy / ln V", "most seen token")),
     "interventions": (
         {"intervention": ("untouched", "alpha 0.1", "alpha 10", "text norm", "blank picture")},
-        ("KL (nats)", "answer changes (%)", "visual attention", "cos of keys", "cos of values"),
+        ("KL (nats)", "answer changes (%)", "visual attention"),
     ),
 }
 """Columns of the measurements' tables: the one that has a row for each of its values, and those of numbers."""

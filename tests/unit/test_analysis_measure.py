@@ -203,12 +203,21 @@ def test_an_interrupted_measurement_continues_and_a_finished_one_is_reused(
 
     monkeypatch.setattr(models, "load", lambda *args: pytest.fail("measured again"))
     assert contents(measured(checkpoint, data, tmp_path / "cut", *flags)) == contents(continued)
-    for others in (("--seed", 1), ("--samples", 7), ("--conv-mode", "v1"), ("--dtype", "bfloat16"), ("--fresh",)):
+    for others in (("--seed", 1), ("--samples", 7), ("--conv-mode", "v1"), ("--dtype", "bfloat16")):
         with pytest.raises(pytest.fail.Exception):  # another setting is another measurement
             measured(checkpoint, data, tmp_path / "cut", *flags, *others)
-    with pytest.raises(pytest.fail.Exception):
-        monkeypatch.setattr(measure, "revision", lambda path: "other weights")
-        measured(checkpoint, data, tmp_path / "cut", *flags)
+    for name in ("revision", "made_by"):  # of the weights; code and packages
+        with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception):
+            patch.setattr(measure, name, lambda *args: "another")
+            measured(checkpoint, data, tmp_path / "cut", *flags)
+
+
+def test_weights_that_change_during_a_measurement_leave_nothing(checkpoint, data, tmp_path, monkeypatch):
+    revisions = iter(["before", "after"])
+    monkeypatch.setattr(measure, "revision", lambda path: next(revisions))
+    with pytest.raises(ValueError, match="m: weights or samples changed while they were measured"):
+        measured(checkpoint, data, tmp_path, "--samples", 2)
+    assert not [*tmp_path.rglob("*.npz")]
 
 
 def test_a_damaged_batch_is_refused_by_name(checkpoint, data, tmp_path):
@@ -216,9 +225,10 @@ def test_a_damaged_batch_is_refused_by_name(checkpoint, data, tmp_path):
     (file,) = tmp_path.rglob("*.npz")
     for content in (b"", b"no zip", file.read_bytes()[:50], pickle.dumps({"done": 2}, protocol=2)):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{file}: damaged .*; delete it, or measure again with --fresh"):
+        with pytest.raises(ValueError, match=f"{file}: damaged .*; delete it"):
             measured(checkpoint, data, tmp_path, "--samples", 2)
-    assert contents(measured(checkpoint, data, tmp_path, "--samples", 2, "--fresh")) == whole
+    file.unlink()
+    assert contents(measured(checkpoint, data, tmp_path, "--samples", 2)) == whole
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness,
     if change == "pictures":
         Image.new("RGB", (8, 8), "grey").save(picture)
     if change == "code":
-        monkeypatch.setattr(evaluate_module, "code_digest", lambda sources: "another")
+        monkeypatch.setattr(evaluate_module, "made_by", lambda *sources: {"llava (code)": "another"})
     if change == "checkpoint":
         (harness.checkpoint / "config.json").write_text((harness.checkpoint / "config.json").read_text() + " ")
     if change == "data":
@@ -197,6 +197,22 @@ def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness,
     output = capsys.readouterr().out
     assert ("made with other" in output) == bool(renamed) and (not renamed or change in output)
     assert ("made from other data or pictures" in output) == (change in ("data", "pictures"))
+
+
+def test_data_that_change_during_an_evaluation_give_no_score(harness, monkeypatch, capsys):
+    run, readme = harness_module.run_logged, harness.hub / "lmms-lab-encoder/POPE/README.md"
+    before = readme.read_text()
+
+    def exchanged(*args, **options):
+        readme.write_text("---\nmore: 1\n---\n")
+        return run(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness_module, "run_logged", exchanged)
+        assert call(harness, "--tasks", "pope") == 1
+    assert "its data changed while it was evaluated" in capsys.readouterr().err
+    readme.write_text(before)
+    assert call(harness, "--tasks", "pope") == 0 and harness.ran == ["pope", "pope"]
 
 
 def test_missing_data_captioners_and_a_used_folder_are_refused_at_once(harness, capsys):
