@@ -47,8 +47,6 @@ SHAPE_INPUTS |= {"mistral3": "image_sizes", "lfm2_vl": "spatial_shapes", "minicp
 SHAPE_INPUTS |= {"gemma4": "image_position_ids"}
 """The model input that says how large the picture is, by model_type, for the families whose visual tokens are places of
 the picture, row by row. A family that is not here has no map."""
-LATENTS = {"idefics2", "aria"}
-"""Families whose visual tokens are a resampler's latents: each has looked at the whole picture."""
 
 
 class NoMap(ValueError):
@@ -244,8 +242,6 @@ def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple
     """
     if not count:
         raise NoMap("there are no visual tokens")
-    if model_type in LATENTS:
-        raise NoMap(f"the visual tokens of {model_type} are latents of a resampler, not places in a picture")
     if model_type not in SHAPE_INPUTS:
         raise NoMap(f"it is not known here where the visual tokens of {model_type} lie in a picture")
     # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.

@@ -21,7 +21,6 @@ from llava.utils.presentation import (
     import_pyplot,
 )
 
-SHOWN_SINKS = 12
 SUFFIX = {False: "", True: " with sinks"}
 STYLES = {
     GROUPS[VISUAL]: {"color": VISUAL_COLOUR, "linewidth": 2.2},
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write_view(
     args: argparse.Namespace, names: tuple[str, ...], panels: dict[str, dict[str, str]]
 ) -> tuple[dict[str, Measurement], Runs, list[TableRow]]:
-    """Measures every model, and writes a summary, the tables `-layers` and `-sinks`, and the figure.
+    """Measures every model, and writes a summary, the table `-layers`, and the figure.
 
     The figure shows medians without sinks, a column of panels per model; each run has only its last checkpoint in it.
 
@@ -67,7 +66,6 @@ def write_view(
     rows, last = layer_rows(measured, names), without_earlier(measured, runs)
     write_result(args, summary(rows))
     write_result(args, rows, name=f"{args.command}-layers", show=False)
-    write_sinks(args, measured)
     shown = [row for row in rows if row["model"] in last]
     draw_rows(args, shown, "layer", panels, "tokens", "model", STYLES, sharey="row", sharex=True)
     return measured, runs, rows
@@ -132,26 +130,6 @@ def summary(rows: list[TableRow]) -> list[TableRow]:
         means = {name: float(np.nanmean([row[name] for row in own if name in row])) for name in columns}
         table.append({"model": model, "tokens": tokens, "count": own[0]["count"], "sinks": own[0]["sinks"]} | means)
     return table
-
-
-def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
-    """Writes every model's most frequent sinks to `<command>-sinks`, with the ids of text tokens."""
-    rows = []
-    for model, measurement in measured.items():
-        values = measurement.values
-        places: dict[tuple, list[int]] = {}
-        for token in np.flatnonzero(values["sink"]).tolist():
-            group, position, ids = (int(values[name][token]) for name in ("group", "position", "id"))
-            places.setdefault((group, position, None if group == VISUAL else ids), []).append(token)
-        for (group, position, ids), tokens in sorted(places.items(), key=lambda place: -len(place[1]))[:SHOWN_SINKS]:
-            row = {"model": model, "tokens": GROUPS[group], "position": position, "id": ids}
-            row |= {"samples": f"{len(tokens)} of {measurement.count}"}
-            row["largest norm"] = float(values["norm"][:, tokens].max())
-            rows.append(row | {"over the median": float(values["ratio"][tokens].max())})
-    print(f"\nsinks (norm over {measure.SINK_RATIO:.0f} times the median of the sample's tokens of the same kind):")
-    write_result(
-        args, rows or [{"model": model, "samples": "none"} for model in measured], name=f"{args.command}-sinks"
-    )
 
 
 def gap(measurement: Measurement) -> np.ndarray:

@@ -13,5 +13,5 @@ add_arguments = curves.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes a summary, every layer (`layer-norms-layers`), the sinks (`layer-norms-sinks`) and the figure."""
+    """Writes a summary, every layer (`layer-norms-layers`) and the figure."""
     curves.write_view(args, ("norm",), PANELS)

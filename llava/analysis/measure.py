@@ -34,7 +34,7 @@ import torch
 
 from llava.analysis import models, samples
 from llava.analysis.commands import NamedModel, required_models
-from llava.analysis.probe import PADDING, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
+from llava.analysis.probe import PADDING, TEXT_AFTER, TEXT_BEFORE, VISUAL, Observation, Probe
 from llava.analysis.samples import PicturePrompt, Samples
 from llava.utils.commands import whole
 from llava.utils.digests import revision
@@ -174,7 +174,7 @@ def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) 
     def measured(probe: Probe, part: Sequence[PicturePrompt]) -> Values:
         takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
         options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
-        return joined([layer_values(probe.run(batch, **options), batch, probe) for batch in probe.batches(part)])
+        return joined([layer_values(probe.run(batch, **options), probe.name) for batch in probe.batches(part)])
 
     return Measurement(batches("layers", named, drawn, args, measured, size=args.batch_size), len(drawn))
 
@@ -184,16 +184,15 @@ def joined(parts: Sequence[Values]) -> Values:
     return {name: np.concatenate([values[name] for values in parts], axis=-1) for name in parts[0]}
 
 
-def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
+def layer_values(seen: Observation, model: str) -> Values:
     """The values of one batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
 
-    Also per token [N] its `group`, `position` (of a visual token, in the picture), `id`, whether it is a `sink`, and
-    `ratio`, the largest of its norms over the median of its kind.
+    Also per token [N] its `group`, and whether it is a `sink`.
 
     Raises ValueError: no sample of it has visual positions; a value is NaN or infinite.
     """
     if not bool(seen.visual.any()):
-        raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")
+        raise ValueError(f"{model}: no visual positions in a batch of {len(seen.groups)} samples")
     groups, states = seen.groups.cpu().numpy(), seen.hidden_states
     there = groups != PADDING
     first = _unit(states[0].float())
@@ -202,17 +201,13 @@ def layer_values(seen: Observation, batch: Batch, probe: Probe) -> Values:
     steps = [step_values(before, after) for before, after in seen.steps()]
     values = {name: np.stack(layers) for name, layers in values.items()}
     values |= {name: np.stack([step[name] for step in steps]) for name in STEP_METRICS}
-    ratios = norm_ratios(values["norm"], groups)
+    sinks = is_sink(values["norm"], groups)
     values = {name: layers[:, there] for name, layers in values.items()}
     values[FEATURES], values[PROJECTED] = (
         _array(rows.float().norm(dim=-1)) for rows in (seen.vision_features, seen.projector_output)
     )
-    refuse_nonfinite(probe.name, values)
-    visual = groups == VISUAL
-    places = np.where(visual, visual.cumsum(axis=1) - 1, np.arange(groups.shape[1]))
-    tokens = {"group": groups, "position": places, "id": _array(batch.input_ids), "ratio": ratios.max(axis=0)}
-    values |= {name: of_tokens[there] for name, of_tokens in tokens.items()}
-    return values | {"sink": values["ratio"] > SINK_RATIO}
+    refuse_nonfinite(model, values)
+    return values | {"group": groups[there], "sink": sinks[there]}
 
 
 def step_values(before: torch.Tensor, after: torch.Tensor) -> Values:
@@ -235,22 +230,23 @@ def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.rad2deg(2 * torch.atan2((first - second).norm(dim=-1), (first + second).norm(dim=-1)))
 
 
-def norm_ratios(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Each token's norm over the median of its sample's tokens of its kind, [L + 1, B, S]; 0 at padding."""
-    ratios = np.zeros(norms.shape)
+def is_sink(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Which tokens are sinks [B, S], from their norms [L + 1, B, S] and groups [B, S]."""
+    sinks = np.zeros(groups.shape, dtype=bool)
     for sample in range(groups.shape[0]):
         visual = groups[sample] == VISUAL
         for kind in (visual, (groups[sample] != PADDING) & ~visual):
             if kind.any():
                 chosen = norms[:, sample, kind].astype(np.float64)
-                ratios[:, sample, kind] = chosen / np.maximum(np.median(chosen, axis=1, keepdims=True), 1e-30)
-    return ratios
+                middle = np.maximum(np.median(chosen, axis=1, keepdims=True), 1e-30)
+                sinks[sample, kind] = (chosen / middle > SINK_RATIO).any(axis=0)
+    return sinks
 
 
 def sink_mask(seen: Observation) -> torch.Tensor:
     """Which tokens are sinks [B, S] bool, on the CPU."""
     norms = np.stack([_array(states.float().norm(dim=-1)) for states in seen.hidden_states])
-    return torch.from_numpy((norm_ratios(norms, seen.groups.cpu().numpy()) > SINK_RATIO).any(axis=0))
+    return torch.from_numpy(is_sink(norms, seen.groups.cpu().numpy()))
 
 
 def _array(values: torch.Tensor) -> np.ndarray:

@@ -16,10 +16,9 @@ import torch
 
 from llava.analysis import measure
 from llava.analysis.measure import Values, refuse_nonfinite, sink_mask
-from llava.analysis.output import TableRow, draw_rows, write_result
+from llava.analysis.output import TableRow, write_result
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.samples import PicturePrompt
-from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 RESULT = "theory-model"
 MODALITIES = {"visual": (VISUAL,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
@@ -31,7 +30,7 @@ add_arguments = measure.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes each assumption's measure per model, every layer's numbers (`-layers`) and the figure."""
+    """Writes each assumption's measure per model, and every layer's numbers (`-layers`)."""
     models, drawn = measure.begin(args)
     summaries, rows = [], []
     for model in models:
@@ -41,7 +40,6 @@ def run(args: argparse.Namespace) -> None:
         summaries, rows = summaries + summary(own), rows + own
     write_result(args, summaries, name=RESULT)
     write_result(args, rows, name=f"{RESULT}-layers", show=False)
-    draw(args, rows)
 
 
 def angular_velocity(norm: np.ndarray | float, update: float, phi: float) -> np.ndarray:
@@ -157,18 +155,3 @@ def _assumptions(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         "w, text over visual, measured": of["text w"] / of["visual w"],
         "w, text over visual, predicted (eq. 8)": of["text w predicted"] / of["visual w predicted"],
     }
-
-
-def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Per model: update length, phi, and angular velocity measured against predicted, over the layers."""
-    styles = {"visual": {"color": VISUAL_COLOUR}, "text": {"color": TEXT_COLOUR}}
-    styles |= {f"{name}, predicted": style | {"linestyle": "--"} for name, style in styles.items()}
-    points = []
-    for row in rows:
-        for name in MODALITIES:
-            values = {"C": row[f"{name} C"], "phi": row[f"{name} phi"], "w": row[f"{name} w"]}
-            where = {"model": row["model"], "layer": row["layer"]}
-            points.append(where | {"tokens": name} | values)
-            points.append(where | {"tokens": f"{name}, predicted", "w": row[f"{name} w predicted"]})
-    axes = {"C": {"yscale": "log"}, "phi": {"ylabel": "phi (degrees)"}, "w": {"yscale": "log", "ylabel": "w (degrees)"}}
-    draw_rows(args, points, "layer", axes, "tokens", "model", styles, RESULT, sharex=True)

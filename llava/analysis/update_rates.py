@@ -20,7 +20,7 @@ add_arguments = curves.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes a summary, every layer (`-layers`), the sinks (`-sinks`), and figures of the values, the gap, the runs."""
+    """Writes a summary, every layer (`-layers`), and figures of the values, the gap, the runs."""
     measured, runs, rows = curves.write_view(args, NAMES, PANELS)
     for model, measurement in measured.items():
         print(curves.verdict(model, measurement))

@@ -28,7 +28,7 @@ DRAWN = {
     "attention-heatmaps": "A row of pictures for each model shows where its attention is.",
     "attention-profiles": "Panels show each model's attention to visual tokens and its entropy over the layers.",
     "gradients": "A panel for each model follows the gradient's norm from the LLM's input to the tower.",
-    "interventions": "Three panels show how outputs, keys and values change when visual tokens are rescaled.",
+    "interventions": "A line for each model shows how its output changes when visual tokens are rescaled.",
 }
 """Figures of `scripts/analyze.sh`, each with what is seen on it."""
 

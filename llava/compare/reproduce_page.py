@@ -9,7 +9,7 @@ import numpy as np
 
 from llava.analysis.norm_params import PAPER_ROWS
 from llava.compare.report import render
-from llava.compare.tables import TITLES, Statistics
+from llava.compare.tables import TITLES, Statistics, measured_tables
 from llava.utils.presentation import PAPER
 
 Row = dict[str, Any]
@@ -26,9 +26,11 @@ def page_of(title: str, numbers: Sequence[Row], folder: Path, sources: Sequence[
         sources: models and data, each with its revision or folder.
         notes: what is not here, and what the rest was measured with.
     """
-    tables = {"numbers": numbers, "models and data": sources}
-    notes = [*notes, *["The paper prints no numbers here; compare the figures."] * (not numbers)]
     figures = [file.stem for file in sorted(folder.glob("*.png"))]
+    measured = {name: rows for name, rows in measured_tables(folder).items() if not (figures or "-layers" in name)}
+    tables = {"numbers": numbers, **measured, "models and data": sources}
+    shown_instead = "the figures" if figures else "what was measured"
+    notes = [*notes, *[f"The paper prints no numbers here; compare {shown_instead}."] * (not numbers)]
     shown = {name: rows for name, rows in tables.items() if rows}
     return render("page.md.jinja", title=title, caveats=notes, figures=figures, tables=shown)
 

@@ -53,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     together = "run all tasks of a harness in one process: starts once, cannot resume"
     top.add_argument("--together", action="store_true", help=together)
-    top.add_argument("--force", action="store_true", help="evaluate finished tasks again")
     return top
 
 
@@ -96,11 +95,11 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
     missing = []
     for task in tasks:
         before = results.tasks.get(task.name)
-        if before and before.data == data[task.name][1] and not args.force:
-            print(f"{task.name}: finished before, {before.score:.2f} (--force evaluates again)")
+        if before and before.data == data[task.name][1]:
+            print(f"{task.name}: finished before, {before.score:.2f}")
             continue
         missing.append(task)
-        if before and not args.force:
+        if before:
             print(f"{task.name}: made from other data or pictures; evaluated again")
     if fault := token_fault([task for task in missing if data[task.name] == (None, None)]):
         raise ValueError(f"--tasks {fault}, or give --data-dir")

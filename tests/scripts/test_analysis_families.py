@@ -176,7 +176,7 @@ PLACES = {
     **dict.fromkeys(("ovis2", "gemma3", "got_ocr2"), ((64, 16), (2, 2))),  # squeezed
     **dict.fromkeys(("internvl", "aya_vision"), ((16, 16), (2, 2))),
     **dict.fromkeys(("llava_next", "llava_onevision", "idefics3", "smolvlm"), ((64, 64), "cuts them into tiles")),
-    **dict.fromkeys(("idefics2", "aria"), ((64, 64), "are latents of a resampler")),
+    **dict.fromkeys(("idefics2", "aria"), ((64, 64), "it is not known here where")),
     "cosmos3_edge": ((64, 16), (2, 8)),
     "paligemma": ((16, 64), (4, 4)),
     "deepseek_vl": ((64, 16), (4, 4)),  # padded

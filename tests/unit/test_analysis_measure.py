@@ -57,7 +57,7 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
     case = family()
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = families.batch_of(**case.inputs)
-    measurement = Measurement([measure.layer_values(probe.run(batch), batch, probe)], 2)
+    measurement = Measurement([measure.layer_values(probe.run(batch), "x")], 2)
     expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
     for what, tensor in expected.items():
         norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
@@ -87,9 +87,7 @@ def made(group, sink=None, **values) -> Measurement:
 def test_each_layers_statistics_equal_plain_numpy():
     states = [torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
     groups = [[SPECIAL, VISUAL, VISUAL, TEXT_AFTER, TEXT_AFTER], [VISUAL, TEXT_AFTER, TEXT_AFTER, 0, 0]]
-    batch = SimpleNamespace(input_ids=torch.zeros(2, 5, dtype=torch.long))
-    named = SimpleNamespace(name="x", token_text=str)
-    measurement = Measurement([measure.layer_values(observation(states, groups), batch, named)], 2)
+    measurement = Measurement([measure.layer_values(observation(states, groups), "x")], 2)
     for group in (SPECIAL, VISUAL, TEXT_AFTER):
         picked = [state.numpy()[np.array(groups) == group] for state in states]
         for layer in range(2):
@@ -117,7 +115,7 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
     probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
     batch = families.batch_of(**case.inputs)
-    measurement = Measurement([measure.layer_values(probe.run(batch), batch, probe)], 2)
+    measurement = Measurement([measure.layer_values(probe.run(batch), "x")], 2)
     visual = case.inputs["input_ids"] == families.IMAGE
     assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
 
@@ -140,26 +138,19 @@ def test_small_angles_are_exact():
     assert measure.angle(first, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
 
 
-def test_a_sink_is_named_and_measured_separately():
+def test_a_sink_is_found_and_measured_separately():
     states = [torch.ones(1, 8, 4), torch.ones(1, 8, 4), torch.ones(1, 8, 4)]
     states[1][0, 0] *= 1000  # first text token
     states[2][0, 4] *= 30  # third visual token
     states[2][0, 5] *= 9  # large, but no sink
     groups = [[SPECIAL, TEXT_AFTER, VISUAL, VISUAL, VISUAL, VISUAL, VISUAL, TEXT_AFTER]]
-    batch = SimpleNamespace(input_ids=torch.arange(8)[None] + 70)
-    probe = SimpleNamespace(name="x", token_text=lambda i: f"<{i}>")
-    measurement = Measurement([measure.layer_values(observation(states, groups), batch, probe)] * 2, 2)
-    values = measurement.values
-    sinks = [
-        [values[name][i].item() for name in ("group", "position", "id", "ratio")]
-        for i in np.flatnonzero(values["sink"])
-    ]
-    assert sinks == 2 * [[SPECIAL, 0, 70, 1000], [VISUAL, 2, 74, 30]]
+    measurement = Measurement([measure.layer_values(observation(states, groups), "x")] * 2, 2)
+    assert np.flatnonzero(measurement.values["sink"]).tolist() == [0, 4, 8, 12]
     assert max(measurement.of("norm", VISUAL, 2)) == 18 and max(measurement.of("norm", VISUAL, 2, True)) == 60
     assert not len(measurement.of("norm", SPECIAL))
     states[1][0, 3] = torch.nan
     with pytest.raises(ValueError, match=r"x: 1 of 24 measured values \(norm\) are NaN or infinite"):
-        measure.layer_values(observation(states, groups), batch, probe)
+        measure.layer_values(observation(states, groups), "x")
 
 
 def test_results_do_not_depend_on_the_batch_size(checkpoint, data, tmp_path):

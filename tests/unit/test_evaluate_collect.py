@@ -174,7 +174,7 @@ def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness, capsys):
     assert list(read_results(harness.output).tasks) == ["pope"]
 
 
-@pytest.mark.parametrize("change", ["checkpoint", "data", "pictures", "code", "limit", "force"])
+@pytest.mark.parametrize("change", ["checkpoint", "data", "pictures", "code", "limit"])
 def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness, change, capsys, monkeypatch):
     picture = harness.hub / "lmms-lab-encoder/POPE/images/a.ppm"
     picture.parent.mkdir()
@@ -189,7 +189,7 @@ def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness,
         (harness.checkpoint / "config.json").write_text((harness.checkpoint / "config.json").read_text() + " ")
     if change == "data":
         (harness.hub / "lmms-lab-encoder/POPE/README.md").write_text("---\nmore: 1\n---\n")
-    extra = {"limit": ["--limit", "4"], "force": ["--force"]}.get(change, [])
+    extra = ["--limit", "4"] if change == "limit" else []
     assert call(harness, "--tasks", "pope", *extra, "--batch-size", "2") == 0
     assert harness.ran == ["pope", "pope"]
     renamed = list(harness.output.glob("results.2*.json"))
