@@ -328,6 +328,8 @@ class TrainingArguments(transformers.TrainingArguments):
             self.metric_for_best_model = metric = metric.removeprefix("eval/").removeprefix("eval_")
             if self.greater_is_better is None:  # the library only knows names ending in loss
                 self.greater_is_better = not metric.startswith("loss")
+        # The rank that hangs shall be named before the others' collectives give up.
+        self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout) + 600)
         super().__post_init__()
 
 

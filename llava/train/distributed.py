@@ -53,6 +53,8 @@ def use_gloo_backend() -> None:
     without `use_cpu`, with which the Trainer would drop DeepSpeed, the Trainer expects bf16 only of GPUs.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Without it DeepSpeed starts a program at every bucket of gradients, to count the processor's nodes.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
         return "gloo", DistributedType.MULTI_CPU

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Options of ZeRO++ whose kernels take every number that they are given for fp16.
 _READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_OWN_UNITS = ("stage3_module_granularity_threshold", "leaf_module")  # `fit_zero` marks what is gathered as one
 OLDEST = Version("0.19.8")
 """0.19.2 to 0.19.7 were seen to gather wrong weights over CPU ranks, with PyTorch 2.11 to 2.13; GPUs are untested."""
 
@@ -37,6 +38,10 @@ def check_zero(args: TrainingArguments) -> None:
         fault = "stage3_gather_16bit_weights_on_model_save must be true, or the final folder would hold no weights"
     elif zero.get("stage") == 3 and (installed := version_of("deepspeed")) and Version(installed) < OLDEST:
         fault = f"DeepSpeed {installed} gathers wrong weights now and then; install DeepSpeed {OLDEST} or newer"
+    elif options := [name for name in _OWN_UNITS if zero.get(name)]:
+        fault = (
+            f"{', '.join(options)}: the trainer chooses the modules that are gathered as one; take it out of the file"
+        )
     elif not args.fp16 and (options := [name for name in _READ_AS_FP16 if zero.get(name)]):
         fault = (
             f"{', '.join(options)}: DeepSpeed's kernels read them as fp16, and the run computes in "

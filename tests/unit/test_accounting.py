@@ -283,6 +283,22 @@ def test_zero3_that_would_write_no_weights_is_refused():
 
 
 @pytest.mark.parametrize(
+    "option", [{"stage3_module_granularity_threshold": 1000}, {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}]
+)
+def test_modules_that_a_file_wants_gathered_as_one_are_refused_by_name(option):
+    config = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True} | option}
+    with pytest.raises(ValueError, match=f"--deepspeed zero.json: {next(iter(option))}: the trainer chooses"):
+        check_zero(zero_arguments(3, 2, config=config))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 2400), ({"hang_timeout": 7200}, 7800), ({"hang_timeout": 0}, 1800)]
+)
+def test_collectives_wait_longer_than_the_watchdog_which_names_the_rank_that_hangs(tmp_path, given, expected):
+    assert training_arguments(tmp_path, **given).ddp_timeout == expected
+
+
+@pytest.mark.parametrize(
     ("stage", "version", "refused"),
     [(3, "0.19.7", True), (3, "0.19.8", False), (3, "0.20.0", False), (2, "0.19.7", False)],
 )
