@@ -50,7 +50,7 @@ def inputs(tiny, tmp_path):
 @pytest.mark.slow
 def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    said = executed(NOTEBOOK, tmp_path, monkeypatch, warm_python(), STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
+    said = executed(tmp_path, monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
     assert "GlobalWeightCompensatedLayerNorm" in said and said.count(" (expected: ") == 3
     stages = [out / arm / stage for arm in ("none", "gwc_layernorm") for stage in ("pretrain", "finetune")]
     assert [len(losses(folder / LOG_FILE)) for folder in stages] == [2] * 4
@@ -65,9 +65,10 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_trl_trains_an_attached_model_that_loads_again(tmp_path, monkeypatch):
+def test_trl_trains_an_attached_model_that_loads_again(tmp_path, monkeypatch, capsys):
     pytest.importorskip("trl", reason="EXTRAS=trl bash scripts/setup.sh")
-    said = executed(NOTEBOOKS / "attach_and_train.ipynb", tmp_path, monkeypatch, OUTPUT=str(tmp_path / "out"))
+    run_here("attach_and_train", monkeypatch, OUTPUT=str(tmp_path / "out"))
+    said = capsys.readouterr().out
     assert "GlobalWeightCompensatedLayerNorm" in said and "steps 2 | the gain moved True" in said
     assert "the same logits: True" in said
 
@@ -76,30 +77,42 @@ def test_trl_trains_an_attached_model_that_loads_again(tmp_path, monkeypatch):
 def test_a_local_checkpoint_is_measured(tiny, tmp_path, monkeypatch):
     checkpoint, out = our_checkpoint(tiny, tmp_path / "checkpoint", norm="gwc_layernorm"), tmp_path / "out"
     settings = {"MODEL": checkpoint, "DATA": str(tiny / "data/finetune.json"), "SAMPLES": 4, "OUTPUT": str(out)}
-    executed(NOTEBOOKS / "measure_your_model.ipynb", tmp_path, monkeypatch, **settings)
+    run_here("measure_your_model", monkeypatch, **settings)
     for name in ("embedding-norms", "interface-norms", "update-rates"):
         (row, *_) = json.loads((out / f"{name}.json").read_text())["rows"]
         assert row["model"] == "mine"
 
 
-def executed(file, folder, monkeypatch, python=sys.executable, **settings) -> str:
-    """What a notebook prints in a Python's kernel, with other values in its first cell."""
-    notebook = nbformat.read(file, as_version=4)
+def run_here(name, monkeypatch, **settings) -> None:
+    """Runs a notebook's cells in this process, with other values in its first cell."""
+    monkeypatch.chdir(NOTEBOOKS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    first, *cells = [c.source for c in nbformat.read(f"{name}.ipynb", as_version=4).cells if c.cell_type == "code"]
+    names = {}
+    exec(first, names)
+    names |= settings
+    for cell in cells:
+        exec(cell, names)
+
+
+def executed(folder, monkeypatch, **settings) -> str:
+    """What the first hour prints in a kernel, with other values in its first cell."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
     for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder, python)))
+    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder)))
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
     NotebookClient(notebook, timeout=300, startup_timeout=240, resources=resources).execute()
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-def own_kernel(folder, python):
-    """A Jupyter folder whose kernel runs in `python`."""
+def own_kernel(folder):
+    """A Jupyter folder whose kernel starts quickly."""
     kernel = folder / "jupyter/kernels/python3"
     kernel.mkdir(parents=True)
-    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [str(warm_python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": env}
     (kernel / "kernel.json").write_text(json.dumps(spec))

@@ -5,6 +5,7 @@ The processor's files are written as published folders have them (`preprocessor_
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -667,58 +668,12 @@ SAVED = {
         tokens={"image_token": "<|media_pad|>", "video_token": "<|video|>"},
         needs=("torchvision",),
     ),
-    "fast_vlm": Saved(
-        config_of(
-            "FastVlm",
-            text_config=QWEN2,
-            vision_config={
-                "model_type": "timm_wrapper",
-                "architecture": "fastvit_mci0",
-                "hidden_size": 128,
-                "do_pooling": True,
-                "global_pool": "avg",
-                "model_args": {"layers": [1, 1, 1, 1], "embed_dims": [8, 16, 32, 64], "inference_mode": True},
-            },
-            image_token_index=IMAGE,
-        ),
-        "LlavaProcessor",
-        CLIP | {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
-        ("model.vision_tower", lambda inputs, result: result.last_hidden_state.flatten(2).transpose(1, 2)),
-        settings={"patch_size": 32, "vision_feature_select_strategy": "full"},
-        needs=("timm", "torchvision"),
-    ),
-    "perception_lm": Saved(
-        config_of(
-            "PerceptionLM",
-            text_config=LLAMA,
-            image_token_id=IMAGE,
-            video_token_id=301,
-            projector_pooling_ratio=2,
-            vision_config={
-                "model_type": "timm_wrapper",
-                "architecture": "vit_pe_core_tiny_patch16_384",
-                "hidden_size": 24,
-                "model_args": {
-                    "embed_dim": 24,
-                    "depth": 2,
-                    "num_heads": 2,
-                    "img_size": [16, 16],
-                    "patch_size": 4,
-                    "ref_feat_shape": [4, 4],
-                    "global_pool": "",
-                    "use_post_transformer_norm": False,
-                },
-            },
-        ),
-        "PerceptionLMProcessor",
-        SQUARE | {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 16, "max_num_tiles": 4},
-        ("model.vision_tower", lambda inputs, result: result.last_hidden_state[:, 1:]),
-        settings={"patch_size": 4, "pooling_ratio": 2},
-        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
-        mark="<|image|>",
-        needs=("timm", "torchvision"),
-    ),
 }
+
+
+# One of each kind: a tower's grid, tiles, squares, pictures of any shape, a resampler, and a projector behind a norm.
+USUAL = ("llava", "llava_next", "internvl", "qwen2_5_vl", "idefics2", "gemma3")
+CHOSEN = [name for name in SAVED if name in USUAL or os.environ.get("FAMILIES") == "all"]
 
 
 def pixel_values(*shape: int) -> dict[str, torch.Tensor]:
