@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, PartRun
-from benchmarks.page import GPU_ROWS, number, table, targets
+from benchmarks.page import GPU_ROWS, number, targets
 from llava.utils.commands import Parser, whole
 from llava.utils.files import write_text
 from llava.utils.locks import InUse, locked
@@ -54,7 +54,9 @@ def main() -> int:
         text = "interrupted: the part that was running is lost; rerun the same command to resume with it"
         print(f"\n{text}", file=sys.stderr)
         return 130
-    print(f"\n{part_table(args.output_dir, args.cpu)}\n\nwith all figures: {args.output_dir / SUMMARY}")
+    print(
+        f"\n{part_table(args.output_dir, args.cpu)}\n\nwith the targets: {args.output_dir / SUMMARY}; rows: gpu_*.json"
+    )
     results = [read(args.output_dir, name, args.cpu) for name in args.parts]
     return int(any(result and result["status"] == FAILED for result in results))
 
@@ -176,14 +178,9 @@ def part_table(output_dir: Path, cpu: bool) -> str:
 
 
 def summary(output_dir: Path, cpu: bool) -> str:
-    """The parts, the targets, and every part's rows."""
+    """The parts and the targets; every row stands in its part's file, with machine, versions and commit."""
     lines = ["# GPU check" + ", as far as a CPU can run it" * cpu, part_table(output_dir, cpu)]
     lines += [] if cpu else [targets(GPU_ROWS, output_dir)]
-    for name in PARTS:
-        if result := read(output_dir, name, cpu):
-            versions, machine = result["environment"]["versions"], result["environment"]["machine"]
-            where = f"{machine['gpu'] or machine['cpu']}, torch {versions.get('torch')}"
-            lines += [f"## {name}", f"{where}, commit {result['environment']['commit']}", table(result["rows"])]
     return "\n\n".join(lines) + "\n"
 
 

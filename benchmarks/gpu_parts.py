@@ -145,9 +145,7 @@ def vs_upstream(part: PartRun) -> None:
             "makes it where there is a network"
         )
     need("sentencepiece")
-    options = ["--size", "3b", "--bf16", "--batch", 8, "--steps", 12, "--repeats", 1]
-    if part.cpu:
-        options = ["--size", "tiny", "--steps", 6, "--repeats", 1, "--stages", "finetune"]
+    options = ["--quick", "--stages", "finetune"] if part.cpu else ["--size", "3b", "--bf16", "--repeats", 1]
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--output-dir", part.work, *options]
     run_logged(part, "vs_upstream", command)
     for result in sorted(part.work.glob("vs_upstream_*.json"), reverse=True):  # stage 1 first

@@ -63,14 +63,6 @@ def number(value: Any) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Any rows as Markdown, with all their fields as columns."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[number(row.get(name)).replace("|", "/") for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def targets(rows: tuple[Row, ...], folder: Path = RESULTS) -> str:
     """The table of targets."""
     return "\n".join(["| what | target | measured | status | command |", "|---|---|---|---|---|",

@@ -1,9 +1,11 @@
-"""What the presets take on cards of 24, 48 and 80 GB, alone and by eight: the table of docs/scale.md, which it prints.
+"""What the presets take on cards of 24, 48 and 80 GB, alone and by eight: prints docs/data/scale.csv.
 
 Files of DeepSpeed and sizes of micro-batches are those that `--deepspeed auto` chooses (llava.train.memory), from what
 a card of that size has free before anything is loaded. Nothing is run.
 """
 
+import csv
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -126,8 +128,7 @@ def cell(choice: Choice, card: Card, time: float) -> str:
 def main() -> None:
     Parser(description=__doc__).parse_args()
     header = ["preset", "stage", *(f"{count} x {card.memory} GB" for count in COUNTS for card in CARDS)]
-    for line in (header, ["---"] * len(header), *rows()):
-        print("| " + " | ".join(line) + " |", flush=True)
+    csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows()])
 
 
 if __name__ == "__main__":

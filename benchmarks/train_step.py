@@ -11,7 +11,6 @@ import gc
 import math
 import random
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from accelerate.utils import send_to_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.common import add_result_flags, result_folder, spread, write_result
+from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -211,15 +211,15 @@ class Bench:
 
     def run(self, batches: list[dict[str, Any]], steps: int) -> tuple[float, float]:
         """Seconds per step, and the first step's loss."""
-        synchronize(self.device)
-        start = time.perf_counter()
         losses = []
-        for step in range(steps):
-            losses.append(self.backward(batches[step % len(batches)]))
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        synchronize(self.device)
-        return (time.perf_counter() - start) / steps, losses[0].item()
+
+        def train() -> None:
+            for step in range(steps):
+                losses.append(self.backward(batches[step % len(batches)]))
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+
+        return seconds(train, self.device) / steps, losses[0].item()
 
 
 def measure(
@@ -258,13 +258,13 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
     _, loss = bench.run(batches, args.steps)
     if gpu:
         facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    seconds = spread([bench.run(batches, args.steps)[0] for _ in range(args.repeats)])
+    times = spread([bench.run(batches, args.steps)[0] for _ in range(args.repeats)])
     collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
     work = [batch_work(collate(some)) for some in samples[: args.steps]]
     done = sum(work[1:], work[0])
-    tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
-    rates = {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
-    rates["tokens_per_second"] = float(done.tokens) / len(work) / seconds["median"]
+    tflops = required_flops(flop_costs(bench.model), done) / len(work) / times["median"] / 1e12
+    rates = {"seconds": times["median"], "seconds_max": times["max"], "tflops": tflops}
+    rates["tokens_per_second"] = float(done.tokens) / len(work) / times["median"]
     if peak := peak_tflops(bench.device):
         rates["mfu"] = tflops / peak
     return rates | facts | {"loss": loss}
@@ -293,11 +293,6 @@ def host_syncs(compute: Callable[[], Any]) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def release(device: torch.device) -> None:

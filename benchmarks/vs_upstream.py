@@ -5,7 +5,7 @@ alternate. The losses of every step must agree, or nothing is reported. The time
 without the first ones, with data preparation in the same process.
 
 The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`);
-`--size 3b --bf16 --batch 8` are shapes of a real model, on a GPU.
+`--size 3b --bf16` are shapes of a real model, on a GPU.
 """
 
 import argparse
@@ -83,9 +83,6 @@ SIZES = {
 def main() -> None:
     parser = Parser(description=__doc__)
     add_flags(parser)
-    parser.add_argument(
-        "--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16 (demo: 8)"
-    )
     args = parsed(parser)
     work = common.emptied("vs_upstream")
     subprocess.run(
@@ -101,7 +98,7 @@ def main() -> None:
     meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
     meta["preloaded"] = common.preloaded_names({} if args.bf16 else preloads(os.environ))
     for stage in args.stages:
-        batch, steps = batch_of(args, stage), args.steps * (3 if stage == "pretrain" else 1)
+        batch, steps = batch_of(args.size, stage), args.steps * (3 if stage == "pretrain" else 1)
         make_data(SIZES[args.size], work, stage, batch * steps)
         measured: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for number in range(args.repeats):
@@ -126,7 +123,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256; 3b: for a GPU"
     parser.add_argument("--size", choices=SIZES, help=f"{text}; default: demo, with --quick tiny")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1, with its short ones, takes more")
     parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--bf16", action="store_true", help="all train in bf16")
     common.add_result_flags(parser, quick="one short run at the size tiny")
@@ -136,18 +132,15 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, completed by its size."""
     args = parser.parse_args()
     args.size = args.size or ("tiny" if args.quick else "demo")
+    args.steps, args.warmup_steps = SIZES[args.size].steps, SIZES[args.size].warmup_steps
     if args.quick:
         args.steps, args.repeats = 7, 1
-    args.steps = args.steps or SIZES[args.size].steps
-    args.warmup_steps = SIZES[args.size].warmup_steps
-    if args.warmup_steps >= args.steps:
-        parser.error(f"--steps {args.steps}: expected more than the {args.warmup_steps} that are left out of the time")
     return args
 
 
-def batch_of(args: argparse.Namespace, stage: str) -> int:
+def batch_of(size: str, stage: str) -> int:
     """Samples per step. At the demo's sizes 16 samples of stage 2 need more than 24 GiB in upstream."""
-    return args.batch or (8 if (args.size, stage) == ("demo", "finetune") else BATCH[stage])
+    return 8 if size == "3b" or (size, stage) == ("demo", "finetune") else BATCH[stage]
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:

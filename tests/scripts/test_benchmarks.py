@@ -1,6 +1,7 @@
 """What the benchmarks share, and that each of them runs on inputs of a few records."""
 
 import argparse
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import tiny_models
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_preflight, page, scale, scaling, shapes, startup, vs_peers, vs_upstream
+from benchmarks import common, data_preflight, page, scale, scaling, shapes, startup, vs_peers
 from benchmarks.peers import recording
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
@@ -188,14 +189,6 @@ def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monke
             vs_peers.ensure_environment(tmp_path / "trl", "trl")
 
 
-@pytest.mark.parametrize("benchmark", [vs_peers, vs_upstream])
-def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys, benchmark):
-    monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--size", "tiny", "--steps", "3"])
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main()
-    assert "--steps 3: expected more than the 3 that are left out of the time" in capsys.readouterr().err
-
-
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +243,11 @@ def test_estimated_states_equal_deepspeeds_where_everything_is_trained():
 @pytest.mark.slow
 def test_the_page_on_scale_has_the_rows_that_the_command_prints(monkeypatch):
     monkeypatch.setattr(scale, "RECIPES", scale.RECIPES[:2])
+    with (common.ROOT / "docs/data/scale.csv").open() as file:
+        written = list(csv.reader(file))[1:]
+    assert list(scale.rows()) == written[:2]
     page = (common.ROOT / "docs/scale.md").read_text()
-    assert all("| " + " | ".join(row) + " |\n" in page for row in scale.rows())
+    assert all("| " + " | ".join(row) + " |\n" in page for row in written if row[1] != "1")
 
 
 def test_the_pages_tables_are_those_of_the_results():

@@ -173,7 +173,6 @@ def test_measured_parts_are_kept_and_open_ones_explained(tmp_path):
     page = (tmp_path / "summary.md").read_text()
     assert "| open, upstream's environment nowhere is missing; PREPARE_ONLY=1 bash" in page
     assert "`bash benchmarks/gpu_check.sh --cpu --parts zero3_7b`" in page
-    assert "| 2 | padded |" in page
     assert not (tmp_path / "work/step_3b").exists()
 
 
@@ -291,7 +290,7 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     assert "under ZeRO-3 | open: `bash" in page
     assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page and "stage 2, MFU | >= 0.5 | 0.42 | **missed** |" in page
     assert "stage 1, waits of the host in a micro-batch | <= 0 | 0 | met |" in page
-    assert "3B shapes, ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
+    assert "3B shapes, ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page
     assert "3B shapes, ZeRO-2, memory estimate off by | <= 0.1 | not measured | open |" in page  # stage 1 alone
 
 
