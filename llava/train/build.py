@@ -77,7 +77,7 @@ def build_model(
     if training_args.bits < 16:
         prepare_quantized(model, frozen_dtype)
     if note := unused(path, model.file_decoding):
-        logger.info("%s (recorded in run.json)", note)
+        logger.info("%s", note)
     decoder = model.get_model()
     if decoder.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")

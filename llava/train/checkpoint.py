@@ -10,10 +10,8 @@ not a checkpoint.
 """
 
 import contextlib
-import errno
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,11 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import wait_for_everyone
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -38,7 +34,6 @@ from llava.train.optim import ADAPTER, part_of
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
 from llava.train.telemetry import LOG_FILE
 from llava.utils.digests import bytes_digest
-from llava.utils.failures import FOLDER
 from llava.utils.files import sync, write_json
 from llava.utils.locks import training_lock
 from llava.utils.provenance import COMPLETE, differences
@@ -46,15 +41,12 @@ from llava.utils.provenance import COMPLETE, differences
 logger = logging.getLogger(__name__)
 
 MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
-FROM_SCRATCH = ("False", "false", False)  # values of --resume_from_checkpoint
 _SMALL = 2**20  # bytes of a file whose content is compared too
 _REST = (16 << 10, 32 << 10)  # bytes of a rank's random states, and of a checkpoint's settings, schedule and log
-# A full disk, as torch.save, safetensors and DeepSpeed report it.
-_WRITE_FAILED = re.compile("PytorchStreamWriter|unexpected pos|No space left|Disk quota")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint cannot be written; the ones before it are untouched."""
+    """The disk is too small for what the run will write."""
 
 
 class ResumeError(ValueError):
@@ -95,7 +87,7 @@ def load_weights(folder: Path, model: LlavaMetaForCausalLM) -> None:
         tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
         missing, unknown = model.load_state_dict(tensors, strict=False)
         if different := sorted({*missing, *unknown} - set(model.all_tied_weights_keys or ())):
-            raise ValueError(f"{folder} has the weights of another model: {len(different)} names, {different[0]}")
+            raise ValueError(f"{folder} does not hold this model's weights: {len(different)} differ, {different[0]}")
 
 
 # --- the marker -------------------------------------------------------------------------------------------------------
@@ -173,24 +165,6 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def _model_files(folder: Path) -> list[Path]:
     return sorted(f for pattern in MODEL for f in folder.glob(pattern) if f.name != "training_args.bin")
-
-
-@contextlib.contextmanager
-def named_save_errors(output_dir: Path) -> Iterator[None]:
-    """A context that turns a full disk into a SaveError, which quotes it and says which checkpoint is left."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not _WRITE_FAILED.search(str(error)):
-            raise
-        marked = {folder: (folder / COMPLETE).is_file() for folder in checkpoints(output_dir)}  # newest first
-        newest = next((folder for folder, complete in marked.items() if complete), None)
-        raise SaveError(
-            f"{next((folder for folder, complete in marked.items() if not complete), output_dir)} could not be "
-            f"written: {error} ({free_gib(output_dir):.2f} GiB are free there). "
-            f"{f'{newest} is complete and untouched' if newest else 'No earlier checkpoint exists'}. Make room and "
-            "rerun the same command to resume"
-        ) from error
 
 
 # --- room on the disk -------------------------------------------------------------------------------------------------
@@ -276,30 +250,17 @@ def choose_start(args: TrainingArguments, settings: Settings) -> Start:
         ResumeError: the folder holds another run, or one that cannot be continued.
         FileNotFoundError: the requested checkpoint does not exist or is damaged.
     """
-
-    def decide() -> Start:
-        start = _start(args, settings)
-        if start.finished is None:
-            shutil.rmtree(Path(args.output_dir, FOLDER), ignore_errors=True)  # reports of an earlier start
-        return start
-
-    return on_first(decide)
+    return on_first(lambda: _start(args, settings))
 
 
 def _start(args: TrainingArguments, settings: Settings) -> Start:
     folder, left = Path(args.output_dir), what_is_there(Path(args.output_dir))
-    scratch = args.resume_from_checkpoint in FROM_SCRATCH
-    if scratch and left:
-        raise ResumeError(
-            f"--resume_from_checkpoint False starts from scratch, and {folder} holds {left} of an earlier run; remove "
-            "the folder, or choose another --output_dir"
-        )
     if (step := _marker(folder).get("step")) is not None:
         check_settings(folder, settings)
         if not (faults := folder_faults(folder)):
             return Start(finished=step)
         logger.warning("%s was finished and is damaged: %s", folder, "; ".join(faults[:3]))
-    checkpoint = None if scratch else find_checkpoint(args)
+    checkpoint = find_checkpoint(args)
     if left and (checkpoint is None or checkpoint.resolve().parent != folder.resolve()):
         check_settings(folder, settings)
     if checkpoint is None:
@@ -307,12 +268,6 @@ def _start(args: TrainingArguments, settings: Settings) -> Start:
             logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
         return Start()
     ranks = check_settings(checkpoint, settings)["world_size"]
-    best = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["best_global_step"]
-    if best and not (folder / f"checkpoint-{best}" / COMPLETE).is_file():
-        raise ResumeError(
-            f"{checkpoint}: {folder / f'checkpoint-{best}'} had the best --metric_for_best_model so far and is "
-            f"missing; put it back, or remove {folder} and start from scratch"
-        )
     logger.info("resuming from %s", checkpoint)
     return Start(str(checkpoint), int(ranks or 1))
 
@@ -324,7 +279,7 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
         FileNotFoundError: the requested checkpoint does not exist or is damaged.
     """
     requested, output_dir = args.resume_from_checkpoint, Path(args.output_dir)
-    if requested not in (None, "True", "true", True):
+    if requested not in (None, "True", "true"):
         if faults := folder_faults(Path(requested)):
             raise FileNotFoundError(f"--resume_from_checkpoint {requested}: no complete checkpoint: {faults[0]}")
         return Path(requested)
@@ -391,19 +346,14 @@ def use_converted_states(start: Start, args: TrainingArguments) -> None:
     """Lets DeepSpeed's configuration say so if its states were written by another number of ranks.
 
     Raises:
-        ResumeError: they are not converted; the message has the command.
+        ResumeError: they are not converted.
     """
     if not args.deepspeed or not start.checkpoint or start.ranks == args.world_size:
         return
-    folder = Path(start.checkpoint)
-    if not (folder / "latest_universal").is_file():
-        states = folder / (folder / "latest").read_text().strip()
+    if not Path(start.checkpoint, "latest_universal").is_file():
         raise ResumeError(
-            f"{folder} was written by {start.ranks} ranks, and now there are {args.world_size}; convert DeepSpeed's "
-            f"states by python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {states} "
-            f"--output_folder {states}_universal (it takes the same room on the disk again), and rerun the command"
+            f"{start.checkpoint} was written by {start.ranks} ranks, and now there are {args.world_size}; convert its "
+            "states by DeepSpeed's ds_to_universal (docs/clusters.md, Another number of GPUs), and rerun the command"
         )
-    if args.load_best_model_at_end:  # it would fail after the last step: the best checkpoint may not be converted
-        raise ResumeError("--load_best_model_at_end True: not on another number of ranks than wrote the checkpoint")
     config = args.hf_deepspeed_config.config
     config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}

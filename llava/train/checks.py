@@ -1,17 +1,14 @@
 """Checks that fail before the first step instead of after an hour: flags, paths, and every record with its images."""
 
-import dataclasses
 import logging
 import shlex
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate.utils import gather_object
-from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.anyres import check_modes
 from llava.conversation import get_template
@@ -28,7 +25,7 @@ from llava.train.zero import check_zero
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE, EVAL_QUARANTINE = "quarantine.jsonl", "quarantine_eval.jsonl"
+QUARANTINE = "quarantine.jsonl"
 EVAL_IMAGES = "--eval_image_folder"
 # Flags that the preflight takes too.
 _PREFLIGHT = ("data_path", "image_folder", "data_cache_dir", "label_masking", "image_orientation")
@@ -38,80 +35,55 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
     """Raises ValueError or ImportError if a flag is wrong; the message names the flag and says what to do."""
     get_template(model_args.version)
     check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
-    check_lora(training_args, tunable_parts(model_args))
-    if not data_args.data_path:
-        raise ValueError("--data_path is missing: pass .json, .jsonl or .parquet files, or a .yaml that mixes them")
+    if training_args.bits < 16:
+        quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
+    for fault in _faults(model_args, data_args, training_args):
+        raise ValueError(fault)
     check_eval_flags(data_args, training_args)
-    for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
-        if getattr(model_args, flag):
-            raise ValueError(f"--{flag} must be False: no current recipe adds these tokens")
-    if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
-        raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
-    for name in training_args.report_to or ():
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
-        if name not in get_available_reporting_integrations():
-            raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
     check_kernels(training_args)
     check_zero(training_args)
-    check_batches(training_args)
 
 
-def check_batches(args: TrainingArguments) -> None:
-    """The part of `check_flags` about samples, their order and micro-batches."""
-    cap = args.max_tokens_per_micro_batch
-    if cap == "auto":
-        raise ValueError("--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number")
+def _faults(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> Iterator[str]:
+    if not data_args.data_path:
+        yield "--data_path is missing: pass .json, .jsonl or .parquet files, or a .yaml that mixes them"
+    for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
+        if getattr(model_args, flag):
+            yield f"--{flag} must be False: no current recipe adds these tokens"
+    if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
+        yield "--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out"
+
+    if (cap := args.max_tokens_per_micro_batch) == "auto":
+        yield "--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number"
     for flag in ("length_group_window", "max_tokens_per_micro_batch", "model_max_length"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag}: expected a positive number, found {value}")
+        if (value := getattr(args, flag)) is not None and value < 1:
+            yield f"--{flag}: expected a positive number, found {value}"
     if cap and not args.padding_free:
-        raise ValueError("--max_tokens_per_micro_batch needs --padding_free True")
+        yield "--max_tokens_per_micro_batch needs --padding_free True"
     if cap and args.loss_reduction == "micro_batch_mean":
-        raise ValueError(
+        yield (
             "--max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction micro_batch_mean "
             "averages; leave one of them out"
         )
     if args.length_group_window > 1 and not args.group_by_modality_length:
-        raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"--train_sampling_strategy {args.train_sampling_strategy}: expected random or sequential; "
-            "--group_by_modality_length True groups by length"
-        )
+        yield "--length_group_window has no effect without --group_by_modality_length True"
+    if args.train_sampling_strategy not in ("random", "sequential"):  # by length: --group_by_modality_length
+        yield f"--train_sampling_strategy {args.train_sampling_strategy}: expected random or sequential"
 
-
-def check_lora(args: TrainingArguments, parts: frozenset[str]) -> None:
-    """The part of `check_flags` about LoRA and `--bits`; `parts` are those that are trained."""
+    parts, lora = tunable_parts(model_args), ("lora_r", "lora_alpha", "lora_dropout", "bits")
+    changed = [f"--{flag}" for flag in lora if getattr(args, flag) != getattr(TrainingArguments, flag)]
     if args.lora_weight_path:
-        raise ValueError(
-            "--lora_weight_path: LLaVA never reads it; to continue from a LoRA, merge it with llava.model.merge_lora "
-            "and pass the result as --model_name_or_path"
-        )
-    if not args.lora_enable:
-        defaults = {field.name: field.default for field in dataclasses.fields(args)}
-        flags = ("lora_r", "lora_alpha", "lora_dropout", "bits")
-        if changed := [flag for flag in flags if getattr(args, flag) != defaults[flag]]:
-            raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: only with --lora_enable True")
-        return
-    if LANGUAGE_MODEL not in parts:
-        raise ValueError(
+        yield "--lora_weight_path: LLaVA never reads it; merge that LoRA (python -m llava.model.merge_lora) instead"
+    if changed and not args.lora_enable:
+        yield f"{', '.join(changed)}: only with --lora_enable True"
+    if args.lora_enable and LANGUAGE_MODEL not in parts:
+        yield (
             "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
             "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
             "--mm_tunable_parts"
         )
-    for flag in ("lora_r", "lora_alpha"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag}: expected a positive number, found {getattr(args, flag)}")
-    if not 0 <= args.lora_dropout < 1:
-        raise ValueError(f"--lora_dropout: must be in [0, 1), found {args.lora_dropout}")
-    if args.bits < 16:
-        quantization_config(args.bits)  # raises now if bitsandbytes is missing
-        if is_deepspeed_zero3_enabled():
-            raise ValueError(
-                f"--bits {args.bits}: ZeRO-3 cannot partition quantised weights; use deepspeed_configs/zero2.json"
-            )
+    if args.bits < 16 and is_deepspeed_zero3_enabled():
+        yield f"--bits {args.bits}: ZeRO-3 cannot partition quantised weights; use deepspeed_configs/zero2.json"
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -150,10 +122,7 @@ def checked_records(
         is_first = training_args.process_index == 0
         table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, is_first, seed)
     rules = Rules(get_template(version), data_args.label_masking)
-    started = time.time()
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules)
-    if manifest.checked < started:
-        logger.info("the data was checked at %s; remove %s to check it again", time.ctime(manifest.checked), path)
     with named_by(data_from):
         records = usable_records(table, manifest, data_args.on_bad_record, command, path)
     keys = gather_object([records.key])  # other nodes may read copies of the data with other faults
@@ -162,6 +131,8 @@ def checked_records(
             f"{data_from}: ranks {other} have other usable records than rank 0; data and images must be the same on "
             "every node (compare the manifests in .llava_cache)"
         )
+    if records.left_out:
+        logger.warning("%s: %d records are left out; %s --list shows them", data_from, records.left_out, command)
     for line in source_lines(records):
         logger.info("%s", line)
     if manifest.warnings:
@@ -171,18 +142,17 @@ def checked_records(
 
 def checked_eval_records(
     version: str, data_args: DataArguments, training_args: TrainingArguments, records: RecordTable
-) -> tuple[RecordTable | None, Callable[[Path], None] | None]:
-    """As `checked_records`, for the held-out records; None and None if none are named.
+) -> RecordTable | None:
+    """As `checked_records`, for the held-out records; None if none are named.
 
-    Args:
-        version: the template's name.
-        data_args, training_args: the flags.
-        records: the records that are trained on.
+    Those that are also among the training's `records` are counted in a warning.
     """
     if not data_args.eval_data_path:
-        return None, None
-    checked = checked_records(version, eval_data_arguments(data_args), training_args, "--eval_data_path", EVAL_IMAGES)
-    own, trained = checked[0].places(), records.places()
+        return None
+    held_out, _ = checked_records(
+        version, eval_data_arguments(data_args), training_args, "--eval_data_path", EVAL_IMAGES
+    )
+    own, trained = held_out.places(), records.places()
     shared = {file: len(np.intersect1d(own[file], trained[file])) for file in sorted(own.keys() & trained.keys())}
     if total := sum(shared.values()):
         named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
@@ -190,12 +160,11 @@ def checked_eval_records(
             "--eval_data_path: %s of %s records are also training records (%s), so their loss is not held out; "
             "choose others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
         )  # fmt: skip
-    return checked
+    return held_out
 
 
-def report_left_out(records: RecordTable | None, output_dir: str, file: str = QUARANTINE) -> None:
+def report_left_out(records: RecordTable, output_dir: str) -> None:
     """Logs at the end of a run how many records were not used."""
-    if records is not None and records.left_out:
-        logger.warning(
-            "%d records were left out; they and their faults are in %s", records.left_out, Path(output_dir, file)
-        )
+    if records.left_out:
+        place = Path(output_dir, QUARANTINE)
+        logger.warning("%d records were left out; they and their faults are in %s", records.left_out, place)

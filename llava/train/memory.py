@@ -67,17 +67,13 @@ class MemoryEstimate:
     tower_layer: int
     tower_layer_input: int
 
-    def activations(self, recomputed: int) -> int:
-        """Bytes of the decoder's activations when its first `recomputed` layers recompute."""
-        return recomputed * self.layer_input + (self.num_layers - recomputed) * self.layer
-
     def total(self, recomputed: int = 0) -> int:
         """Bytes when the first `recomputed` decoder layers recompute, and with all of them the tower's."""
         fixed = self.parameters + self.gradients + self.optimizer + self.embeddings
         # The loss head is done when the first layer's backward pass begins.
         working = max(self.loss_head, self.layer, self.tower_layer if self.tower_layers else 0)
         tower = self.tower_layers * (self.tower_layer_input if recomputed == self.num_layers else self.tower_layer)
-        return fixed + working + self.activations(recomputed) + tower
+        return fixed + working + recomputed * self.layer_input + (self.num_layers - recomputed) * self.layer + tower
 
 
 def estimate_memory(
@@ -312,19 +308,16 @@ def resolve_auto(argv: list[str]) -> list[str]:
     model_args, _, args = parsed
     by_memory = args.max_tokens_per_micro_batch == AUTO
     budget = min(gather_object([memory_budget(args.device, 0)]))
-    if args.bits < 16:  # ZeRO-3 cannot partition quantised weights
-        choice = Choice(plain, args.model_max_length, False, 0)
-    else:
-        model = planned_model(model_args, args)
-        decide_liger(model, args)
-        # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
-        tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
-        choice = choose(model, args, budget, None if by_memory else tokens)
+    model = planned_model(model_args, args)  # in 16 bits, whatever --bits
+    decide_liger(model, args)
+    # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
+    tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
+    choice = choose(model, args, budget, None if by_memory else tokens)
     if alone and choice.zero:
         os.environ.update(ranks)
     flags = ["--deepspeed", choice.zero]
     flags += ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
-    if args.process_index == 0 and choice.needed:
+    if args.process_index == 0:
         print(
             f"--deepspeed auto: {shlex.join(flags)}, which takes {choice.needed / 2**30:.2f} of {budget / 2**30:.2f} "
             f"usable GiB with{'' if choice.recomputes else 'out'} recomputation, by estimate",

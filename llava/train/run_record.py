@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.records import RecordTable, record_images
 from llava.model.builder import read_config
-from llava.model.decoding import GREEDY
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
@@ -40,7 +38,6 @@ from llava.train.optim import part_of
 from llava.utils import plugins
 from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.files import write_json, write_text
-from llava.utils.machine import machine
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 from llava.utils.versions import software
 
@@ -165,17 +162,17 @@ def write_run_record(
     records, device, given = dataset.records, training_args.device, training_args.deepspeed
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
-    mixture = {"mixture": records.source_counts()} if records.mixture else {}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     configuration = {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
         **({"plugins": plugins.digests} if plugins.digests else {}),
-        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents | mixture,
+        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": json.loads(Path(given).read_text()) if isinstance(given, str) and given else given,
         "adapter": settings["adapter_file"],
-        "order": order_digest(sample_order(dataset, training_args)),
-        "initial_weights": weights_digests(model, training_args.process_index == 0),
+        # Of the first epoch; the order of later ones follows from the same seed.
+        "order": hashlib.sha256(np.fromiter(sample_order(dataset, training_args), np.int64).tobytes()).hexdigest(),
+        "initial_weights": weights_digests(model),
         **software(),
         "devices": {"ranks": training_args.world_size, "kind": kind, **preloaded_libraries()},
     }
@@ -186,9 +183,6 @@ def write_run_record(
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": shlex.join([sys.executable, *sys.argv]),
             "folder": os.getcwd(),
-            "machine": machine(),
-            "base_generation_config": dict(model.file_decoding),
-            "heldout_decoding": GREEDY,
         }
         starts.append({"configuration": configuration, "provenance": provenance})
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
@@ -202,14 +196,10 @@ def preloaded_libraries() -> dict[str, str]:
     return {"preloaded": others} if others else {}
 
 
-def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
+def weights_digests(model: LlavaMetaForCausalLM) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
     The cost is one reading of the weights. Under ZeRO-3 one parameter at a time is gathered, and every rank must call.
-
-    Args:
-        model: the model whose weights are read.
-        is_first: whether this rank writes the record; the others only help to gather, and get an empty dict.
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
@@ -217,15 +207,8 @@ def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[
     for name, parameter in model.named_parameters():
         part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
         with gathered(parameter):
-            if not is_first:
-                continue
             data = parameter.detach().cpu().contiguous().reshape(-1)
             digest = digests.setdefault(part, hashlib.sha256())
             digest.update(f"{name} {data.dtype}\0".encode())
             digest.update(data.view(torch.uint8).numpy().data)  # a copy would take twice as long as the sum
     return {part: digest.hexdigest() for part, digest in digests.items()}
-
-
-def order_digest(order: Iterable[int]) -> str:
-    """SHA-256 of the first epoch's order of samples; later epochs follow from the same seed."""
-    return hashlib.sha256(np.fromiter(order, np.int64).tobytes()).hexdigest()

@@ -22,23 +22,16 @@ from llava.model.lora import has_lora
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.build import build_model, build_trainer, training_tokenizer
-from llava.train.checkpoint import begin_run, choose_start, held_folder, named_save_errors, use_converted_states
-from llava.train.checks import (
-    EVAL_QUARANTINE,
-    QUARANTINE,
-    check_flags,
-    checked_eval_records,
-    checked_records,
-    report_left_out,
-)
+from llava.train.checkpoint import begin_run, choose_start, held_folder, use_converted_states
+from llava.train.checks import QUARANTINE, check_flags, checked_eval_records, checked_records, report_left_out
 from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
-from llava.train.stop import StoppedEarly, StopSignal
+from llava.train.stop import StopSignal
 from llava.train.zero import let_ninja_be_found
 from llava.utils.code_folders import refuse_shared_variable
-from llava.utils.failures import Watchdog, of_flag, refusal
+from llava.utils.failures import REQUEUE_EXIT_CODE, Watchdog, of_flag, refusal
 from llava.utils.locks import InUse
 
 logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
@@ -58,7 +51,7 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         paths += [*(data_args.data_path or "").split(","), data_args.image_folder]
         paths += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
         check_nodes([path for path in paths if path], training_args.output_dir)
-        with held_folder(training_args), named_save_errors(Path(training_args.output_dir)):
+        with held_folder(training_args):
             train_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
 
@@ -72,7 +65,7 @@ def train_in_folder(
     """Trains from the newest complete checkpoint, or from the start, and writes the final folder, unless stopped."""
     output_dir = Path(training_args.output_dir)
     records, write_left_out = checked_records(model_args.version, data_args, training_args)
-    eval_records, write_eval_left_out = checked_eval_records(model_args.version, data_args, training_args, records)
+    eval_records = checked_eval_records(model_args.version, data_args, training_args, records)
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
     settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
@@ -93,13 +86,12 @@ def train_in_folder(
     begin_run(training_args, settings)
     if training_args.process_index == 0 and records.left_out:
         write_left_out(output_dir / QUARANTINE)
-    if training_args.process_index == 0 and eval_records and write_eval_left_out and eval_records.left_out:
-        write_eval_left_out(output_dir / EVAL_QUARANTINE)
     resumed = start.checkpoint is not None
     write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, settings, resumed)
     watchdog.start()
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:
+        logger.log(logging.WARNING if training_args.process_index == 0 else logging.DEBUG, stop_signal.stopped)
         return
 
     trainer.load_best()
@@ -107,7 +99,6 @@ def train_in_folder(
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, str(output_dir))
-    report_left_out(eval_records, str(output_dir), EVAL_QUARANTINE)
     log_next_step(trainer, output_dir.absolute(), model_args.mm_projector_norm)
 
 
@@ -160,19 +151,16 @@ def parse_arguments(
 def training_process(training_args: TrainingArguments) -> Iterator[tuple[Watchdog, StopSignal]]:
     """A context to train in: the first rank logs, signals are handled, and an error leaves a report.
 
-    After it every rank leaves the process group, and exits with `StopSignal.exit_code` if a signal ended the run.
+    After it every rank leaves the process group, and exits with the request for another start if a signal came.
     """
     rank = training_args.process_index
     if rank != 0:
         transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("llava").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    watchdog, stop_signal = Watchdog(training_args.output_dir, rank, training_args.hang_timeout), StopSignal().install()
+    watchdog, stop_signal = Watchdog(training_args.output_dir, rank, training_args.hang_timeout), StopSignal()
     try:
         yield watchdog, stop_signal
-        stop_signal.report(training_args.output_dir)
-    except StoppedEarly:
-        stop_signal.report(training_args.output_dir)
     except InUse:  # no report: the folder is another training's
         raise
     except Exception as error:
@@ -185,7 +173,8 @@ def training_process(training_args: TrainingArguments) -> Iterator[tuple[Watchdo
         stop_signal.remove()
     leave_process_group()
     if stop_signal.stopped:
-        sys.exit(stop_signal.exit_code())
+        # A launcher would start ranks with another status than 0 again; the folder shows that nothing is finished.
+        sys.exit(0 if "LOCAL_RANK" in os.environ else REQUEUE_EXIT_CODE)
 
 
 def end_process(error: Exception) -> NoReturn:

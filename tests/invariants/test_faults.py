@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes
 from llava.launch.recipe import resolved_run
-from llava.train import checkpoint, checks
+from llava.train import checkpoint
 from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
@@ -120,7 +120,7 @@ def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny,
     original = LLaVATrainer._save_rng_state
     monkeypatch.setattr(LLaVATrainer, "_save_rng_state", full_disk)
     argv = flags(tiny, tmp_path / "run", 2, save_total_limit=1, **SAVING)
-    with pytest.raises(SaveError, match="checkpoint-4 could not be written: .*No space.*checkpoint-2 is complete"):
+    with pytest.raises(OSError, match="No space left on device"):
         train_module.train(argv)
     assert not (tmp_path / "run/checkpoint-4" / COMPLETE).exists()
     monkeypatch.undo()
@@ -156,7 +156,7 @@ def test_a_kill_around_the_marker_leaves_a_whole_checkpoint_of_one_that_is_kept(
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_logging_names_the_checkpoint_and_drops_a_cut_line(tiny, tmp_path, whole, monkeypatch, caplog):
+def test_after_a_full_disk_in_logging_a_rerun_drops_the_cut_line(tiny, tmp_path, whole, monkeypatch, caplog):
     """In a log of ours, or in a tracker's, whose writers raise the same error."""
     on_log = JsonlCallback.on_log
 
@@ -168,8 +168,8 @@ def test_a_full_disk_in_logging_names_the_checkpoint_and_drops_a_cut_line(tiny, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(JsonlCallback, "on_log", cut_at_step_3)
-    argv, left = flags(tiny, tmp_path, 2, **SAVING), tmp_path / "checkpoint-2"
-    with pytest.raises(SaveError, match=rf"{tmp_path} could not be written: .*No space left on device .*{left} is com"):
+    argv = flags(tiny, tmp_path, 2, **SAVING)
+    with pytest.raises(OSError, match="No space left on device"):
         train_module.train(argv)
     monkeypatch.undo()
     train_module.train(argv)
@@ -358,10 +358,9 @@ def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
     said = "learning_rate: there 0.001, now 0.5\n  max_steps"
     said = "a log of .*no resume.json" if state == "not recorded" else said
-    for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts from scratch")):
-        with pytest.raises(ResumeError, match=f"(?s){words}.*another --output_dir"):
-            train_module.train(argv)
-        assert snapshot(tmp_path) == held
+    with pytest.raises(ResumeError, match=f"(?s){said}.*another --output_dir"):
+        train_module.train(other)
+    assert snapshot(tmp_path) == held
 
 
 def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, capsys):
@@ -421,40 +420,36 @@ def test_a_stopped_run_resumes_without_a_false_alarm(tiny, tmp_path, monkeypatch
         assert alarm not in caplog.text
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
-def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, monkeypatch, number, caplog):
-    monkeypatch.setattr(train_module, "build_model", lambda *_: os.kill(os.getpid(), number))
-    with pytest.raises(SystemExit) as stopped:
+def test_signal_before_training_keeps_its_usual_effect(tiny, tmp_path, monkeypatch):
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+
+    def build(*_):
+        raise KeyError([signal.getsignal(number) for number in stopping.SIGNALS] == before)
+
+    monkeypatch.setattr(train_module, "build_model", build)
+    with pytest.raises(KeyError, match="True"):
         train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
-    assert stopped.value.code == REQUEUE_EXIT_CODE and not (tmp_path / "run").exists()
-    assert caplog.text.count("stopped") == 1
-    expected = f"{signal.Signals(number).name}: stopped before the first step, nothing is saved; rerun the same command"
-    assert expected in caplog.text
 
 
-def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypatch, capfd):
+def test_further_signals_change_nothing_and_workers_leave_them_to_their_rank(monkeypatch, capfd):
     ended: list[int] = []
     stop = stopping.StopSignal()
-    stop.training = True
-    monkeypatch.setattr(stop, "_end", ended.append)
-    stop._receive(signal.SIGINT, None)
-    stop._receive(signal.SIGINT, None)
-    assert not ended and capfd.readouterr().err.count("Ctrl-C again ends at once") == 1
-    stop._since -= 2
-    stop._receive(signal.SIGTERM, None)
-    assert not ended
-    stop._receive(signal.SIGINT, None)
-    assert ended == [signal.SIGINT]
+    monkeypatch.setattr(stopping.os, "kill", lambda process, number: ended.append(number))
+    monkeypatch.setattr(stopping.signal, "signal", lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        stop._receive(number, None)
+    assert stop.received == signal.SIGINT and not ended and capfd.readouterr().err.count("ends at once") == 1
     stop.process = -1  # as in a forked worker
     for number in stopping.SIGNALS:
         stop._receive(number, None)
-    assert ended == [signal.SIGINT, signal.SIGTERM]
+    assert ended == [signal.SIGTERM]
 
 
 def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        stop = stopping.StopSignal().install()
+        stop = stopping.StopSignal()
+        stop.on_train_begin(None, None, None)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
         stop.remove()
     finally:
@@ -469,10 +464,9 @@ def test_the_demo_saves_only_on_a_signal_and_at_its_end(stage, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("twice", [False, True])
-def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_path, twice):
+def test_ctrl_c_in_a_terminal_saves_and_shows_no_traceback(tiny, tmp_path):
     argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=2)
-    chaos = {"what": "hang" if twice else "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
+    chaos = {"what": "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
     paths = f"{ROOT}:{ROOT / 'tests/chaos/inject'}"
     env = os.environ | {"PYTHONPATH": paths, "CHAOS": json.dumps(chaos), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "llava/train/train_mem.py"), *argv]
@@ -481,14 +475,12 @@ def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_pat
         limit = time.monotonic() + 120
         while not (tmp_path / "struck").exists() and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.2)
-        for pause in (1.5, 0) if twice else (0,):
-            os.killpg(process.pid, signal.SIGINT)  # every process of the terminal's group
-            time.sleep(pause)
+        os.killpg(process.pid, signal.SIGINT)  # every process of the terminal's group
         code = process.wait(timeout=60)
     text = (tmp_path / "output").read_text()
-    assert code == (-signal.SIGINT if twice else REQUEUE_EXIT_CODE) and "Traceback" not in text, text[-3000:]
+    assert code == REQUEUE_EXIT_CODE and "Traceback" not in text, text[-3000:]
     assert "Ctrl-C: saving after the current step" in text
-    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == (0 if twice else 1)
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
 # --- steps that are not finite ----------------------------------------------------------------------------------------
@@ -627,8 +619,6 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"report_to": "wandb"}, "error: --report_to wandb: its package is not installed"),
-        ({"report_to": "wandbb"}, "error: --report_to wandbb: expected none, all, or some of .*wandb"),
         ({"version": "nope"}, "error: --version 'nope': no such conversation template"),
         ({"model_name_or_path": "/nowhere/model"}, "error: --model_name_or_path /nowhere/model: no tokenizer found"),
         ({"vision_tower": "/nowhere"}, "error: --vision_tower /nowhere: "),
@@ -642,8 +632,7 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
         ),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, monkeypatch, started, overrides, line):
-    monkeypatch.setattr(checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, started, overrides, line):
     status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
     assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
 

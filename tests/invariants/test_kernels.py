@@ -175,7 +175,7 @@ def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_h
 
 
 def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch):
-    needed = "--use_liger_kernel True needs an NVIDIA GPU, liger-kernel 0.6.2 or newer"
+    needed = "--use_liger_kernel True needs an NVIDIA GPU, liger-kernel "
     with pytest.raises(ValueError, match=needed):
         train_module.train(flags(tiny, tmp_path, 1, use_liger_kernel=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -452,9 +452,6 @@ def test_every_file_of_training_and_merging_follows_the_umask(tiny, tmp_path):
         ({"mm_tunable_parts": None, "freeze_backbone": True}, "--lora_enable.*--freeze_backbone"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "--lora_enable.*name mm_language_model in --mm_tunable_parts"),
         ({"lora_enable": None}, "--lora_r, --lora_alpha: only with --lora_enable True"),
-        ({"lora_r": 0}, "--lora_r: expected a positive number, found 0"),
-        ({"lora_alpha": -1}, "--lora_alpha: expected a positive number, found -1"),
-        ({"lora_dropout": 1.0}, "--lora_dropout.*found 1.0"),
         ({"lora_weight_path": "x"}, "--lora_weight_path.*llava.model.merge_lora"),
     ],
 )

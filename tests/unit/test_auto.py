@@ -48,7 +48,7 @@ def chosen(monkeypatch, usable, words, ranks=2):
         given = read_flags(argv)
         cap = given.max_tokens_per_micro_batch or 64
         cap = cap if cap == "auto" else int(cap)
-        fields = {"bits": given.bits, "max_tokens_per_micro_batch": cap, "use_liger_kernel": False}
+        fields = {"max_tokens_per_micro_batch": cap, "use_liger_kernel": False}
         fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64, "process_index": 0}
         return None, None, SimpleNamespace(**fields)
 
@@ -88,12 +88,6 @@ def test_one_rank_that_sees_several_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES to one"):
         memory.resolve_auto([*MODEL, "--deepspeed", "auto"])
-
-
-@pytest.mark.parametrize("usable", [99, 100])
-@pytest.mark.parametrize("words", [["--bits", "4"], ["--bits", "8"]])
-def test_auto_takes_zero2_for_quantised_runs(monkeypatch, usable, words):
-    assert chosen(monkeypatch, usable, words) == "deepspeed_configs/zero2.json"
 
 
 def test_without_auto_the_command_line_stays():

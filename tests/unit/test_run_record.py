@@ -9,7 +9,7 @@ from training import flags
 
 from llava.compare.runs import Run
 from llava.train.checkpoint import ResumeError
-from llava.train.run_record import order_digest, weights_digests
+from llava.train.run_record import weights_digests
 from llava.train.train import build_model, parse_arguments, train
 from llava.utils.provenance import RUN_FILE, differences, read_starts
 
@@ -79,19 +79,12 @@ def test_a_library_preloaded_for_other_kernels_makes_another_configuration_an_al
     assert set(changed) == {"devices"} and changed["devices"][1]["preloaded"] == "libfakeintel.so"
 
 
-def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tmp_path):
+def test_one_bit_of_a_weight_changes_the_digest(tiny, tmp_path):
     model = build_model(*parse_arguments(flags(tiny, tmp_path, 1)))
     before = weights_digests(model)
     with torch.no_grad():
         model.get_model().embed_tokens.weight.view(torch.int32)[0, 0] ^= 1
     assert {k for k, v in weights_digests(model).items() if before[k] != v} == {"mm_language_model"}
-    assert order_digest([0, 1, 2]) != order_digest([0, 2, 1])
-
-
-def test_only_the_rank_that_writes_the_record_reads_the_weights(tiny, tmp_path, monkeypatch):
-    model = build_model(*parse_arguments(flags(tiny, tmp_path, 1)))
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("a weight was read"))
-    assert weights_digests(model, is_first=False) == {}
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", json.dumps({"format": 2, "starts": [{}]})])
