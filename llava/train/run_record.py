@@ -80,9 +80,18 @@ def run_settings(
     if plugins.digests:
         settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in sorted(plugins.digests.items()))
 
-    def contents() -> Settings:
-        digests = _model_contents(model_args, training_args.cache_dir)
-        digests["pictures"] = pictures_digest(image_store(data_args, records), records)
+    def contents() -> Settings:  # the same wherever the files are
+        base, tower, cache_dir = model_args.model_name_or_path, model_args.vision_tower, training_args.cache_dir
+        if not tower:
+            config = read_config(base, cache_dir=cache_dir)
+            if not getattr(config, "mm_vision_config", None):  # LLaVA's checkpoints may leave the tower where it was
+                tower = getattr(config, "mm_vision_tower", None)
+        digests: Settings = {
+            "language_model_files": model_digest(base, cache_dir),
+            "vision_tower_files": tower and model_digest(tower),
+            "adapter_file": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+            "pictures": pictures_digest(image_store(data_args, records), records),
+        }
         if eval_records is not None and training_args.metric_for_best_model:
             images = image_store(eval_data_arguments(data_args), eval_records)
             digests["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
@@ -90,20 +99,6 @@ def run_settings(
         return digests
 
     return settings | on_first(contents)
-
-
-def _model_contents(model_args: ModelArguments, cache_dir: str | None) -> Settings:
-    """Digests of the files that the run starts from, which are the same wherever these are."""
-    base, tower = model_args.model_name_or_path, model_args.vision_tower
-    if not tower:
-        config = read_config(base, cache_dir=cache_dir)
-        if not getattr(config, "mm_vision_config", None):  # LLaVA's checkpoints may leave the tower where it was
-            tower = getattr(config, "mm_vision_tower", None)
-    return {
-        "language_model_files": model_digest(base, cache_dir),
-        "vision_tower_files": tower and model_digest(tower),
-        "adapter_file": adapter_digest(model_args.pretrain_mm_mlp_adapter),
-    }
 
 
 def pictures_digest(images: ImageStore, records: RecordTable) -> str:

@@ -44,11 +44,8 @@ class StopSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: object) -> None:
-        if os.getpid() != self.process:  # a forked worker, which its parent ends by SIGTERM; others are not for it
-            if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-        elif self.received is None:
+        # Forked workers inherit this; PyTorch gives them a handler of their own for SIGTERM.
+        if os.getpid() == self.process and self.received is None:
             self.received = number
             if number == signal.SIGINT and int(os.environ.get("RANK", 0)) == 0:  # no buffered output in a handler
                 os.write(2, b"\nCtrl-C: saving after the current step and stopping; Ctrl-\\ ends at once\n")
