@@ -9,7 +9,7 @@ Shapes: S sequence, C vocabulary.
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,8 @@ GREY = (127, 127, 127)
 ALPHAS = (0.01, 0.03, 0.1, 0.3, 0.6, 2.0, 5.0, 10.0)
 
 
-class Run(NamedTuple):
-    """One run of one sample.
-
-    Attributes:
-        log_probs: of the next token [C].
-        share: the visual tokens' share of the last token's attention, mean over layers with attention, and heads.
-        visual_norm, text_norm: medians of tokens where they enter the first layer; NaN where there are none.
-    """
-
-    log_probs: torch.Tensor
-    share: float
-    visual_norm: float
-    text_norm: float
+Run = tuple[torch.Tensor, dict[str, float]]
+"""Log-probabilities of the next token [C], and other numbers of one run of one sample, see `run_of`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +62,7 @@ def outcomes_of(probe: Probe, part: Sequence[PicturePrompt], alphas: Sequence[fl
     (sample,) = part
     runs = interventions(probe, sample, alphas)
     _, untouched = first = next(runs)
-    if not math.isfinite(untouched.text_norm):
+    if not math.isfinite(untouched[1]["text norm"]):
         raise ValueError(f"{probe.name}, {sample.name}: no text enters beside the picture, so there is no text norm")
     outcomes = [compare(name, untouched, other) for name, other in (first, *runs)]
     return {name: np.array([outcome[name] for outcome in outcomes]) for name in outcomes[0]}
@@ -86,7 +75,7 @@ def interventions(probe: Probe, sample: PicturePrompt, alphas: Sequence[float]) 
     yield UNTOUCHED, untouched
     for alpha in alphas:
         yield f"alpha {alpha:g}", run_of(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
-    yield TEXT_NORM, run_of(probe, batch, at_visual(lambda x: untouched.text_norm * F.normalize(x, dim=-1)))
+    yield TEXT_NORM, run_of(probe, batch, at_visual(lambda x: untouched[1]["text norm"] * F.normalize(x, dim=-1)))
     blank = sample._replace(image=Image.new("RGB", sample.image.size, GREY))
     yield BLANK, run_of(probe, probe.prepare([blank]))
     try:
@@ -108,7 +97,11 @@ def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
 
 
 def run_of(probe: Probe, batch: Batch, edit: Edit | None = None) -> Run:
-    """Runs a batch of one sample."""
+    """Runs a batch of one sample.
+
+    Its numbers are `share`, the visual tokens' share of the last token's attention, mean over layers with attention and
+    heads, and `visual norm` and `text norm`, medians where tokens enter the first layer; NaN where there are none.
+    """
     shares: list[torch.Tensor] = []
     visual = probe.groups(batch)[0].cpu() == VISUAL
     see = lambda index, weights: shares.append(weights[:, -1].mean(dim=0).double().cpu())  # noqa: E731
@@ -118,9 +111,10 @@ def run_of(probe: Probe, batch: Batch, edit: Edit | None = None) -> Run:
         raise ValueError(f"{probe.name}: no decoder layer gives its attention weights, so none can be measured")
     norms, counted = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), ~sink_mask(seen)[0]
     text = torch.isin(seen.groups[0].cpu(), torch.tensor(TEXT_GROUPS))
-    medians = (median(norms[of & counted].double().numpy()) for of in (visual, text))
-    share = torch.stack(shares).mean(dim=0)[visual].sum().item()
-    return Run(seen.logits[0, -1].double().log_softmax(dim=-1), share, *medians)
+    numbers = {"share": torch.stack(shares).mean(dim=0)[visual].sum().item()}
+    for name, tokens in (("visual norm", visual), ("text norm", text)):
+        numbers[name] = median(norms[tokens & counted].double().numpy())
+    return seen.logits[0, -1].double().log_softmax(dim=-1), numbers
 
 
 def compare(name: str, untouched: Run, other: Run) -> dict[str, Any]:
@@ -128,13 +122,12 @@ def compare(name: str, untouched: Run, other: Run) -> dict[str, Any]:
 
     `kl` is the divergence of its next token's distribution, in nats; `rank` that of the token the untouched run chose.
     """
-    expected, actual = untouched.log_probs, other.log_probs
+    (expected, _), (actual, numbers) = untouched, other
     kl = (expected.exp() * (expected - actual)).sum().item()
     if not math.isfinite(kl):
         raise ValueError(f"{name}: the KL divergence is {kl}; logits that are NaN or infinite cannot be compared")
     rank = 1 + int((actual > actual[expected.argmax()]).sum())
-    outcome = {"name": name, "kl": max(kl, 0.0), "rank": rank, "share": other.share}
-    return outcome | {"visual norm": other.visual_norm, "text norm": other.text_norm}
+    return {"name": name, "kl": max(kl, 0.0), "rank": rank, **numbers}
 
 
 def _known(parts: list[Values], name: str, what: str) -> np.ndarray:

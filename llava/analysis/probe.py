@@ -80,10 +80,6 @@ class Observation:
         return list(zip(self.hidden_states[:-1], self.left, strict=True))
 
     @property
-    def mask(self) -> torch.Tensor:
-        return self.groups != PADDING
-
-    @property
     def visual(self) -> torch.Tensor:
         """[B, S] bool."""
         return self.groups == VISUAL

@@ -423,7 +423,7 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
 
 
 def made_run(probabilities) -> interventions.Run:
-    return interventions.Run(torch.tensor(probabilities).double().log(), 0.25, 1.0, 3.0)
+    return torch.tensor(probabilities).double().log(), {"share": 0.25, "visual norm": 1.0, "text norm": 3.0}
 
 
 def row_of(*outcomes):
@@ -437,7 +437,7 @@ def test_an_outcome_equals_its_definition():
     compared = interventions.compare("x", untouched, other)
     assert compared["kl"] == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
     assert [compared[name] for name in ("rank", "share", "visual norm")] == [3, 0.25, 1]
-    compared = interventions.compare("x", untouched, other._replace(share=0.0, visual_norm=np.nan))
+    compared = interventions.compare("x", untouched, (other[0], other[1] | {"share": 0.0, "visual norm": np.nan}))
     row = row_of(compared)
     assert np.isnan(row["visual norm"]) and row["visual attention"] == 0
 

@@ -54,7 +54,8 @@ def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
     assert torch.allclose(seen.projector_output, case.projected, atol=1e-6)
     assert torch.allclose(seen.hidden_states[0][seen.visual], case.inserted, atol=1e-6)
     assert torch.equal(seen.visual, ids == models.IMAGE)
-    text = seen.mask & ~seen.visual
+    mask = seen.groups != PADDING
+    text = mask & ~seen.visual
     weight = model.state_dict()[next(n for n in model.state_dict() if n.endswith("embed_tokens.weight"))]
     assert torch.equal(probe.embedding_weight, weight)
     assert torch.allclose(seen.hidden_states[0][text], weight[ids[text]] * case.scale, atol=1e-5)
@@ -64,9 +65,9 @@ def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
     assert len(seen.hidden_states) == len(plain.hidden_states) == 4
     for layer, (states, expected) in enumerate(zip(seen.hidden_states[:-1], plain.hidden_states, strict=False)):
         if layer == 0 or model.config.model_type != "qwen3_vl":
-            assert torch.allclose(states[seen.mask], expected[seen.mask], atol=1e-5)
+            assert torch.allclose(states[mask], expected[mask], atol=1e-5)
     last = final_norm(model)(seen.hidden_states[-1])
-    assert torch.allclose(last[seen.mask], plain.hidden_states[-1][seen.mask], atol=1e-5)
+    assert torch.allclose(last[mask], plain.hidden_states[-1][mask], atol=1e-5)
 
 
 def test_every_position_has_its_group():
@@ -100,11 +101,11 @@ def test_our_checkpoints_of_every_norm(tiny, tmp_path, norm, language_model):
     assert torch.equal(seen.vision_features, features.flatten(0, 1)) and torch.equal(seen.projector_output, visual)
     assert torch.equal(seen.hidden_states[0][seen.visual], visual) and seen.visual.sum() == 8
     assert seen.visual.sum(1).tolist() == [4, 0, 4]
-    text = seen.mask & ~seen.visual
+    text = (seen.groups != PADDING) & ~seen.visual
     assert torch.equal(seen.hidden_states[0][text], probe.embedding_weight[batch.input_ids[text]])
     for index, sample in enumerate(samples):  # alone, without padding
         alone = probe.run(probe.prepare([sample]))
-        mask = seen.mask[index]
+        mask = (seen.groups != PADDING)[index]
         assert torch.equal(alone.groups[0], seen.groups[index][mask])
         for state, states in zip(alone.hidden_states, seen.hidden_states, strict=True):
             assert torch.allclose(state[0], states[index][mask], atol=1e-5)
