@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.common import add_result_flags, result_folder, spread, write_result
 from benchmarks.norm_layer import seconds
@@ -27,7 +26,7 @@ from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
-from llava.model.attention import SEGMENTS, VARLEN, packed_attention
+from llava.model.attention import SEGMENTS, VARLEN, packed_attention, runnable_flash
 from llava.train.kernels import apply_liger, compile_layers, has_liger
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
@@ -117,10 +116,8 @@ def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
         SEGMENTS: True,
         "sdpa": True,
         VARLEN: half and torch.cuda.get_device_capability(device) >= (8, 0),
-        "flash_attention_2": half and is_flash_attn_2_available(),
-        "flash_attention_3": half and is_flash_attn_3_available(),
     }
-    return [name for name, runs in there.items() if runs]
+    return [name for name, runs in there.items() if runs] + (runnable_flash() if half else [])
 
 
 def random_samples(stage: int, tokens: int, number: int, model: Any, dtype: torch.dtype) -> list[Sample]:

@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from llava.layout import Layout
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 VARLEN, SEGMENTS = "packed_varlen", "packed_segments"
 # For these the library builds a block-diagonal mask, from positions that start again at 0.
 MASKED = ("sdpa", "eager", "flex_attention")
-FLASH = ("flash_attention_2", "flash_attention_3")
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 
 # The kernel takes fewer key heads than query heads; only from PyTorch 2.12 on does its function want to be told.
@@ -72,10 +72,19 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
 
 
 def installed_flash() -> str | None:
-    """The newest FlashAttention that is installed and can run here, as `attn_implementation`; None without one."""
-    if is_flash_attn_3_available():
-        return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else None
+    """The fastest FlashAttention that is installed and can run here, as `attn_implementation`; None without one."""
+    return next(iter(runnable_flash()), None)
+
+
+def runnable_flash() -> list[str]:
+    """Every FlashAttention that is installed and has kernels for this GPU, the fastest first: 3 is Hopper's alone."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    there = {
+        "flash_attention_4": major in (9, 10) and is_flash_attn_4_available(),
+        "flash_attention_3": major == 9 and is_flash_attn_3_available(),
+        "flash_attention_2": major >= 8 and is_flash_attn_2_available(),
+    }
+    return [name for name, runs in there.items() if runs]
 
 
 def packed_attention_arguments(layout: Layout, backend: str) -> dict[str, Any]:

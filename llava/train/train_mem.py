@@ -1,4 +1,4 @@
-"""The entry that LLaVA's scripts call: training with FlashAttention 3, or else 2, if one is installed."""
+"""The entry that LLaVA's scripts call: training with the fastest FlashAttention that is installed."""
 
 import os
 import signal

@@ -134,6 +134,18 @@ def flash_attention_3(
     return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
 
 
+def flash_attention_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    score_mod=None, return_lse=False,
+):  # fmt: skip
+    """Stands for that of flash-attn-4 4.0.0b36, which knows no dropout and has `qv` in the fourth place."""
+    assert causal and window_size == (None, None) and qv is None
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+
 def backend_of(kernel, monkeypatch, calls: list[str]) -> str:
     """The backend that a GPU with this kernel gets; each call goes to the kernel's stub, and its name into `calls`."""
 
@@ -155,7 +167,7 @@ def backend_of(kernel, monkeypatch, calls: list[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen"])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kernel", [*VARLENS, flash_attention_2, flash_attention_3])
+@pytest.mark.parametrize("kernel", [*VARLENS, flash_attention_2, flash_attention_3, flash_attention_4])
 def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_has(
     tiny, monkeypatch, kernel, autocast, language_model
 ):
@@ -169,6 +181,28 @@ def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_h
         expected = results(model, backend=SEGMENTS)
         assert_same(results(model, backend=backend), expected, atol=2e-2)
     assert calls == [kernel.__name__] * 2 * len(ROWS)  # and no attention with a mask over all pairs of tokens
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "chosen"),
+    [
+        ((9, 0), "234", "flash_attention_4"),
+        ((10, 0), "234", "flash_attention_4"),
+        ((9, 0), "23", "flash_attention_3"),
+        ((10, 0), "23", "flash_attention_2"),
+        ((12, 0), "34", None),
+        ((8, 6), "234", "flash_attention_2"),
+        ((7, 5), "234", None),
+    ],
+)
+def test_only_a_flash_attention_with_kernels_for_the_gpu_is_chosen(monkeypatch, capability, installed, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for version in "234":
+        monkeypatch.setattr(
+            attention, f"is_flash_attn_{version}_available", lambda version=version: version in installed
+        )
+    assert attention.installed_flash() == chosen
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------
