@@ -110,7 +110,6 @@ def test_a_picture_comes_from_an_address(ask, images):
 @pytest.mark.parametrize(
     ("query", "flags", "placed"),
     [
-        ("Same?", (), "<image>\n<image>\nSame?"),
         ("Is <image-placeholder> like <image-placeholder>?", (), "Is <image> like <image>?"),
         ("Same?", ("--sep", ";"), "<image>\n<image>\nSame?"),
     ],
@@ -306,13 +305,6 @@ def test_commands_change_the_picture_forget_and_quit(talk, images, monkeypatch):
     assert first in second and first == other == again
 
 
-def test_first_line_help_and_unknown_commands_list_the_commands(talk):
-    result = talk("/help\n/bye\n")
-    lines = [line for line in result.error.splitlines() if "/image PATH" in line]
-    assert len(lines) == 3 and "Ctrl-C stops an answer" in lines[0]
-    assert result.printed == "USER: USER: USER: exit...\n"
-
-
 @pytest.mark.parametrize("shown", ["", "It is"])
 def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, shown):
     growing = conversation.growing_answer
@@ -331,12 +323,6 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, shown):
         assert "answer stopped" in result.error and len(earlier) == 1 and earlier[0] in last and "It is" in last
     else:
         assert "question dropped" in result.error and last.count(LINE) == 1
-
-
-def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch):
-    monkeypatch.setattr(conversation, "chosen_assistant", lambda args: os.kill(os.getpid(), signal.SIGINT))
-    result = talk("")
-    assert (result.status, result.error) == (130, "interrupted\n")
 
 
 def test_a_stage_1_checkpoint_cannot_chat(talk, captioner):

@@ -119,22 +119,6 @@ def test_page_fits_a_phone_and_logs_nothing_to_the_console(arms, browse, tmp_pat
     assert content <= window <= 390
 
 
-def test_on_paper_commands_wrap_and_pictures_fit_with_their_headings(arms, browse, tmp_path):
-    arms()
-    page = re.sub(r"<meta http-equiv=.*?>", "", (arms.out / "index.html").read_text())
-    probe = """<script>
-      Array.from(document.styleSheets[0].cssRules).forEach(function (rule) {
-        if (rule.media && rule.media.mediaText === "print") rule.media.mediaText = "all"; });
-      function all(what) { return Array.from(document.querySelectorAll(what)); }
-      document.title = [
-        all("pre").filter(function (e) { return e.scrollWidth > e.clientWidth; }).length,
-        all("h2, h2 + p").filter(function (e) { return getComputedStyle(e).breakAfter !== "avoid"; }).length,
-        all("img").filter(function (e) { return e.height > 760; }).length];</script></body>"""
-    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
-    dom, _ = browse(tmp_path / "probe.html", width=680)
-    assert re.search("<title>(.*?)</title>", dom)[1] == "0,0,0"
-
-
 def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     """Cut at the expected length, "a great blue heron on a lake" would be taken for "a great blue heron"."""
     records = [{"conversations": [{}, {"value": text}]} for text in ("red", "a great blue heron")]

@@ -88,24 +88,6 @@ def test_every_table_and_figure_of_the_paper_has_an_item_of_known_commands_model
     assert ITEMS["table4"].arms == tuple(PAPER_ARMS)
 
 
-@pytest.mark.slow
-def test_a_gated_model_is_refused_by_name_before_anything_is_downloaded(hub, reproduce):
-    refused = reproduce("table6")
-    assert refused.returncode == 2
-    assert re.search(r"Qwen/Qwen2.5-7B-Instruct: .*gated repo.*; ask for access .*run: hf auth login", refused.stderr)
-    assert not [line for line in hub.received if line.startswith("GET")] and not reproduce.out.exists()
-
-
-@pytest.mark.slow
-def test_a_dry_run_says_sizes_what_is_missing_and_the_commands(hub, reproduce):
-    del hub.models["Qwen/Qwen2-VL-7B-Instruct"]
-    shown = reproduce("table6", "--dry-run", HF_TOKEN=hub_server.READER)
-    assert shown.returncode == 2 and "Qwen/Qwen2-VL-7B-Instruct: " in shown.stderr
-    assert "python -m llava.analysis embedding-norms --model Qwen2-7B=" in shown.stdout
-    row = next(line.split() for line in shown.stdout.splitlines() if line.startswith("Qwen2-7B "))
-    assert row[1] == "Qwen/Qwen2-7B-Instruct" and row[3] == row[4] and not reproduce.out.exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

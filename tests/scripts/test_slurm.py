@@ -39,7 +39,7 @@ def job(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["saves", "saves_late", "hangs"])
+@pytest.mark.parametrize("others", ["saves_late", "hangs"])
 def test_a_signal_after_a_save_requeues_the_job_whichever_node_ends_first(job, others):
     run = job("saves", others, SIGNAL="SIGUSR1", WAIT=3)
     assert run.requeued and run.returncode == 85, run.stderr
@@ -80,21 +80,6 @@ def test_a_job_always_signalled_before_its_first_step_is_given_up(job):
 def test_variables_reach_the_tasks_whatever_sbatch_was_told_to_export(job, tmp_path):
     job("ends", "ends")
     assert "--export=ALL\n" in (tmp_path / "ready/options").read_text()
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_a_batch_file_outside_the_root_says_how_to_submit_it(stage, tmp_path):
-    copy = shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", tmp_path)
-    run = bash(str(copy), cwd=tmp_path, SLURM_SUBMIT_DIR=tmp_path)
-    assert run.returncode == 2 and run.stderr.startswith(f"error: {tmp_path} is not the repository root")
-    assert "sbatch --chdir=" in run.stderr
-
-
-def test_a_job_without_gpus_says_what_to_ask_for(tmp_path):
-    path = slurm_tools(tmp_path)
-    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node-7", "SLURM_JOB_NUM_NODES": 1}
-    run = bash("scripts/slurm/pretrain.sbatch", path=path, **slurm)
-    assert run.returncode == 2 and "SLURM_GPUS_ON_NODE is not set" in run.stderr
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])

@@ -1,6 +1,6 @@
 """Benchmarks of published tables: unmodified tasks of stock lmms-eval on a model with known scores.
 
-The data sets come from a stand-in for the hub, by its own library, and from folders without a network.
+The data sets come from a stand-in for the hub, by its own library.
 """
 
 import importlib.util
@@ -34,12 +34,12 @@ def data(tmp_path_factory):
     return folder
 
 
-def scored(folder, cwd, **env):
+def scored(folder, **env):
     """Lets stock lmms-eval score the model; the process."""
     variables = {"HF_HOME": folder / "cache", "HF_HUB_DISABLE_XET": 1, "HOME": folder, "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", **env}
     command = [sys.executable, table_benchmarks.__file__, str(folder / "output")]
-    return subprocess.run(command, cwd=cwd, env=only(**variables), capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=folder, env=only(**variables), capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,11 @@ def hub(data):
         yield hub
 
 
-@pytest.fixture(scope="module", params=["hub", "folders"])
-def output(request, data, tmp_path_factory):
+@pytest.fixture(scope="module")
+def output(hub, tmp_path_factory):
     """A folder for each task with what lmms-eval leaves."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "folders":
-        done = scored(folder, data, HF_HUB_OFFLINE=1)
-    else:
-        hub = request.getfixturevalue("hub")
-        done = scored(folder, folder, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE=0, HF_TOKEN=hub_server.READER)
+    folder = tmp_path_factory.mktemp("hub")
+    done = scored(folder, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE=0, HF_TOKEN=hub_server.READER)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "output"
 
@@ -81,7 +77,8 @@ def test_every_unmodified_task_gives_the_known_score(output, name):
     assert all(target.lower() in sample.target.lower() for target, sample in zip(expected, result.samples, strict=True))
 
 
-@pytest.mark.parametrize("name", ["seedbench"])
-def test_kinds_of_questions_are_scored_apart(output, name):
-    assert sorted(by_group(collect(TASKS[name], output / name, seconds=1)).values()) == pytest.approx([60, 100])
+def test_kinds_of_questions_are_scored_apart(output):
+    assert sorted(by_group(collect(TASKS["seedbench"], output / "seedbench", seconds=1)).values()) == pytest.approx(
+        [60, 100]
+    )
     assert KINDS.count("one") == 5
