@@ -28,11 +28,13 @@ class StopSignal(TrainerCallback):
         self._before: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def install(self) -> None:
         """Takes over the signals; a Ctrl-C that a shell's `&` has made this process ignore stays ignored."""
         for number in SIGNALS:
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
+
+    def on_train_begin(self, args, state, control, **kwargs):
         if joined():
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it

@@ -89,6 +89,7 @@ def train_in_folder(
     resumed = start.checkpoint is not None
     write_run_record(model, trainer.train_dataset, model_args, data_args, training_args, settings, resumed)
     watchdog.start()
+    stop_signal.install()
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:
         logger.log(logging.WARNING if training_args.process_index == 0 else logging.DEBUG, stop_signal.stopped)

@@ -447,7 +447,7 @@ def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         stop = stopping.StopSignal()
-        stop.on_train_begin(None, None, None)
+        stop.install()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
         stop.remove()
     finally:
