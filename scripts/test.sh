@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The checks of scripts/lint.sh, then the tests; arguments go to pytest: bash scripts/test.sh -k norm
 # FAST=1 leaves out slow tests. WORKERS=2 processes share the test files (0: all in one, which --pdb needs). COVERAGE=1
-# measures which branches run. ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2: as on a CPU without AVX-512.
+# measures which branches run. FAMILIES=all takes every family of models, not six. ATEN_CPU_CAPABILITY=avx2
+# ONEDNN_MAX_CPU_ISA=AVX2: as on a CPU without AVX-512.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
