@@ -195,19 +195,16 @@ def batch_answers(
     questions: Sequence[Asked],
     open_picture: Callable[[ImagePlace], Image.Image],
     batch_size: int,
-    stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Iterator[dict[int, str]]:
     """Yields the answers of one batch after another, keyed by the index of their question; see `Assistant.answer`.
 
     Questions of similar length share a batch, so that it has little padding. The longest come first, so that a batch
-    that does not fit into memory fails at once. `stop` is called before every batch; True ends the iteration.
+    that does not fit into memory fails at once.
     """
     lengths = [assistant.prompt_length(question.turns) for question in questions]
     order = sorted(range(len(questions)), key=lambda i: -lengths[i])
     for start in range(0, len(order), batch_size):
-        if stop():
-            return
         batch = [questions[i] for i in order[start : start + batch_size]]
         pictures = [open_picture(place) for question in batch for place in question.pictures]
         answers = assistant.answer([question.turns for question in batch], pictures, **options)

@@ -106,6 +106,5 @@ launch() { # entry, flags of the stage and of the caller
     --eval_strategy "${evaluates:+steps}" \
     --eval_steps "${EVAL_STEPS:-${evaluates:+500}}" \
     --eval_on_start "${EVAL_ON_START:-}" \
-    --eval_generate "${EVAL_GENERATE:-}" \
     "${@:2}"
 }

@@ -216,11 +216,10 @@ def entry_of(run: Run, results: Results, controls: Mapping[str, Results], plan: 
             name: {task: in_digits(result.score, 4) for task, result in sorted(each.tasks.items())}
             for name, each in controls.items()
         }
-    if lines := run.log(STAGES[-1], "eval/accuracy"):
+    if lines := run.log(STAGES[-1], "eval/loss"):
         entry["training"] = {
             "samples": [line["step"] * stages[STAGES[-1]]["batch"] for line in lines],
             "loss": [in_digits(line["eval/loss"], 5) for line in lines],
-            "accuracy": [in_digits(line["eval/accuracy"], 4) for line in lines],
         }
     limits = {name: results.settings[name] for name in ("limit", "num_gpus") if results.settings.get(name)}
     evaluation = {"command": results.command, "created": results.created, "seconds": answering} | limits
@@ -297,8 +296,13 @@ def differing(record: Record, other: Record) -> dict[str, list[str]]:
     if record["questions"] != other["questions"] or not ours.keys() & theirs.keys():
         raise ValueError("the records are of different questions, or have no run in common")
     parts = ("scores", "log_probabilities", "training")
+
+    def part_of(entry: Record, part: str) -> Any:
+        own = entry.get(part)  # older records also have the accuracy during training
+        return {k: v for k, v in own.items() if k != "accuracy"} if part == "training" and own else own
+
     return {
-        f"{arm}, seed {seed}": [part for part in parts if entry.get(part) != theirs[arm, seed].get(part)]
+        f"{arm}, seed {seed}": [p for p in parts if part_of(entry, p) != part_of(theirs[arm, seed], p)]
         for (arm, seed), entry in ours.items()
         if (arm, seed) in theirs
     }

@@ -32,7 +32,7 @@ _ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
 PROBES = "probes"  # the pictures of planned studies
 HELD_OUT = "heldout"  # folder of a planned run's answers
 EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
-ASKED = "asked.json"  # their questions: the first held-out ones, whose kinds alternate
+ASKED = "asked.json"  # their records: the first held-out ones, whose kinds alternate
 ASKED_IN_TRAINING = 64
 
 
@@ -135,14 +135,13 @@ class Planned(Comparison):
         return ROOT / "playground/data" / PROBES
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Pictures, steps, and in stage 2 the questions of evaluations during training."""
+        """Pictures, steps, and in stage 2 the records of evaluations during training."""
         settings = {"MAX_STEPS": str(self.plan.steps[stage])} | ({"DEMO_DATA": PROBES} if self.demo else {})
         if stage == "finetune":
             held_out = {
                 "EVAL_DATA_PATH": str(self.folder / ASKED),
                 "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
                 "EVAL_STEPS": str(1 / EVALUATIONS),
-                "EVAL_GENERATE": str(ASKED_IN_TRAINING),
                 "EVAL_ON_START": "True",
             }
             settings |= {name: os.environ.get(name) or value for name, value in held_out.items()}

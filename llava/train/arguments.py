@@ -277,9 +277,6 @@ class TrainingArguments(transformers.TrainingArguments):
     cache_dir: str | None = flag(None, "Where downloads from the hub are kept.")
 
     # --- held-out data and what is logged ---
-    eval_generate: int = flag(
-        0, "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy."
-    )
     evaluation_strategy: Literal["no"] = flag("no", "Accepted for LLaVA's scripts, which pass no.")
     telemetry_steps: int | None = flag(
         None, "Steps between measurements of gradient norms and token norms; default --logging_steps, 0: never."
@@ -325,9 +322,9 @@ class TrainingArguments(transformers.TrainingArguments):
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
         if metric := self.metric_for_best_model:
-            self.metric_for_best_model = metric = metric.removeprefix("eval/").removeprefix("eval_")
-            if self.greater_is_better is None:  # the library only knows names ending in loss
-                self.greater_is_better = not metric.startswith("loss")
+            self.metric_for_best_model = metric.removeprefix("eval/").removeprefix("eval_")
+            if self.greater_is_better is None:  # every metric is a loss; the library only knows names ending in it
+                self.greater_is_better = False
         # The rank that hangs shall be named before the others' collectives give up.
         self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout) + 600)
         super().__post_init__()

@@ -188,7 +188,7 @@ def build_trainer(
     if eval_records is not None:
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
         heldout = dataset.over(eval_records, images)
-        options["heldout"] = HeldOut(heldout, collator, training_args, largest, context_length(model.config))
+        options["heldout"] = HeldOut(heldout, collator, training_args, largest)
     return LLaVATrainer(
         model=model,
         args=training_args,

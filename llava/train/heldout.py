@@ -1,22 +1,15 @@
-"""Held-out data during training: the mean loss over all targets, and the share of questions answered right.
+"""Held-out data during training: the mean loss over all targets.
 
 A micro-batch holds samples of one modality, so that the same passes give the loss of both. The data alone decides the
 micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without its targets. So every
 sample counts once on any number of ranks, and since all ranks compute the same modality at a time, ZeRO-3's
 collectives meet.
 
-The questions are the first human turns of records whose answer is short; the model answers by greedy decoding. An
-answer is right if it is the record's, apart from case, sentence punctuation and white space (`llava.utils.scoring`).
-Every rank asks all questions, so that under ZeRO-3 all ranks generate in step.
-
-Logged keys: `eval/loss`, `eval/loss_image`, `eval/loss_text`, `eval/seconds`; with questions `eval/accuracy`,
-`eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`.
+Logged keys: `eval/loss`, `eval/loss_image`, `eval/loss_text`, `eval/seconds`.
 """
 
 import contextlib
 import dataclasses
-import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,27 +18,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import SchedulerType
 
-from llava.asking import Asked, Assistant, batch_answers, is_captioner
-from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import starts_from
 from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
-from llava.data.records import Record, record_images
-from llava.model.decoding import evaluation_options
-from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
-from llava.utils.intervals import share_interval
 from llava.utils.progress import progress
-from llava.utils.scoring import normalized, same_answer
-
-logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "text")
-MOST_WORDS = 5  # words of an answer that can still be compared word for word
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -55,7 +37,7 @@ def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments)
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
     path, folder = data_args.eval_data_path, data_args.eval_image_folder
     if not path:
-        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "eval_generate")
+        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
         passed = [flag for flag in flags if getattr(training_args, flag)]
         passed += ["eval_strategy"] * (training_args.eval_strategy != "no") + ["eval_image_folder"] * bool(folder)
         if passed:
@@ -74,9 +56,8 @@ def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments)
             f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take one that follows "
             "the steps, such as cosine"
         )
-    for flag, least in (("per_device_eval_batch_size", 1), ("eval_generate", 0)):
-        if (value := getattr(training_args, flag)) < least:
-            raise ValueError(f"--{flag}: expected a number of at least {least}, found {value}")
+    if (size := training_args.per_device_eval_batch_size) < 1:
+        raise ValueError(f"--per_device_eval_batch_size: expected a number of at least 1, found {size}")
 
 
 def eval_data_arguments(data_args: DataArguments) -> DataArguments:
@@ -131,10 +112,9 @@ def assigned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
 
 
 class HeldOut:
-    """The held-out samples of this rank and their loss, and the questions that are asked of them.
+    """The held-out samples of this rank and their loss.
 
-    A micro-batch has at most `max_tokens` tokens, as in training, which also keeps them for a backward pass; the model
-    takes `context` tokens. Raises ValueError as `Questions` does.
+    A micro-batch has at most `max_tokens` tokens, as in training, which also keeps them for a backward pass.
     """
 
     def __init__(
@@ -143,14 +123,10 @@ class HeldOut:
         collator: Callable[[list[Sample]], Batch],
         args: TrainingArguments,
         max_tokens: int,
-        context: int,
     ):
         self.dataset, self.device, self.is_first = dataset, args.device, args.process_index == 0
         lengths, batch_size = np.asarray(dataset.modality_lengths()).tolist(), args.per_device_eval_batch_size
         self.parts = assigned(parts_of(lengths, batch_size, max_tokens), args.world_size)[args.process_index]
-        self.questions = None
-        if args.eval_generate:
-            self.questions = Questions(dataset, args.eval_generate, batch_size, context, self.is_first)
         self.loader = DataLoader(
             MicroBatches(dataset, collator),
             sampler=[part.samples for part in self.parts],
@@ -193,68 +169,6 @@ class HeldOut:
         parts = zip(MODALITIES, totals.tolist(), strict=True)
         means = {f"eval_loss_{name}": own / count for name, (own, count) in parts if count}
         return {"eval_loss": loss / targets} | means
-
-
-# --- the questions ----------------------------------------------------------------------------------------------------
-
-
-def can_be_asked(record: Record) -> bool:
-    """Whether a record begins with a question that has a short answer and refers to all of the record's images."""
-    turns = record["conversations"]
-    if len(turns) < 2 or turns[0]["from"] != "human" or turns[1]["from"] != "gpt":
-        return False
-    shown = turns[0]["value"].count(DEFAULT_IMAGE_TOKEN)
-    return 0 < len(normalized(turns[1]["value"]).split()) <= MOST_WORDS and shown == len(record_images(record))
-
-
-class Questions:
-    """`number` (`--eval_generate`) questions, or all if there are fewer, drawn evenly over the held-out records.
-
-    Raises ValueError if the template has no questions, or if no record that fits `context` tokens has a short answer.
-    """
-
-    def __init__(
-        self, dataset: LazySupervisedDataset, number: int, batch_size: int, context: int, show_progress: bool = True
-    ):
-        if is_captioner(dataset.template):
-            raise ValueError(
-                f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
-            )
-        self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
-        longest = min(dataset.model_max_length, context)
-        fits = dataset.whole_lengths() <= longest
-        usable = [i for i in range(len(dataset)) if fits[i] and can_be_asked(dataset.records[i])]
-        if not usable:
-            raise ValueError(
-                f"--eval_generate {number}: no held-out record of at most {longest} tokens (--model_max_length, or "
-                f"what the model takes) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
-                "out, or take other records"
-            )
-        count = min(number, len(usable))
-        self.indices = [usable[i * len(usable) // count] for i in range(count)]
-        self.expected = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
-        self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(self.expected)["input_ids"]))  # a longer one is wrong
-
-    def ask(self, model: LlavaMetaForCausalLM, at_batch: Callable[[], bool] = lambda: False) -> list[str] | None:
-        """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
-        dataset = self.dataset
-        assistant = Assistant("--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template)
-        options = evaluation_options(self.max_new_tokens) | {"synced_gpus": is_deepspeed_zero3_enabled()}
-        records = [dataset.records[i] for i in self.indices]
-        asked = [Asked(record["conversations"][:1], record_images(record)) for record in records]
-        batches = batch_answers(assistant, asked, dataset.images.open, self.batch_size, at_batch, **options)
-        count, answers = math.ceil(len(asked) / self.batch_size), {}
-        for batch in progress(batches, "asking", "batches", total=count, hidden=not self.show_progress):
-            answers |= batch
-        return [answers[i] for i in range(len(asked))] if len(answers) == len(asked) else None
-
-
-def accuracy(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """The share of right answers and its interval, by logged name."""
-    right = sum(map(same_answer, answers, expected))
-    low, high = share_interval(right, len(answers))
-    named = {"accuracy": right / len(answers), "accuracy_low": low, "accuracy_high": high, "questions": len(answers)}
-    return {f"eval_{name}": value for name, value in named.items()}
 
 
 # --- the model in evaluation mode -------------------------------------------------------------------------------------

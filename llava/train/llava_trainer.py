@@ -42,7 +42,7 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, accuracy, evaluating
+from llava.train.heldout import HeldOut, evaluating
 from llava.train.optim import (
     MasterWeights,
     keeps_masters,
@@ -325,7 +325,7 @@ class LLaVATrainer(Trainer):
     # --- held-out data ---
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Measures and logs held-out losses and answers; nothing if a signal cuts it short. Every rank must call."""
+        """Measures and logs held-out losses; nothing if a signal cuts it short. Every rank must call."""
         step, heldout, best = self.state.global_step, self.heldout, self.flags.metric_for_best_model
         if heldout is None or step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
@@ -338,18 +338,13 @@ class LLaVATrainer(Trainer):
             self.watchdog.enter("evaluating", step)
             return self.stop_signal.agreed()
 
-        answers: list[str] | None = []
         with self.throughput.paused(), evaluating(self.model_wrapped):
             totals = heldout.totals(self.model_wrapped, self.on_device, at_batch)
-            if totals is not None and heldout.questions:
-                answers = heldout.questions.ask(self.model, at_batch)
-        if totals is None or answers is None:
+        if totals is None:
             logger.warning("skipped the evaluation after step %d: a signal arrived", step)
             self.control.should_evaluate = False  # or the end of the epoch would ask again
             return never_best
         metrics = heldout.metrics(self.accelerator.reduce(totals, reduction="sum").cpu())
-        if heldout.questions:
-            metrics |= accuracy(answers, heldout.questions.expected)
         if never_best.keys() - metrics.keys():
             raise ValueError(
                 f"--metric_for_best_model {best} is not measured; expected one of "

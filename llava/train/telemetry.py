@@ -58,19 +58,15 @@ Values = dict[str, torch.Tensor | float]
 def read(meters: Sequence[Any], accelerator: Accelerator) -> dict[str, float]:
     """What the meters log, by one sum over the ranks and one copy to the host; every rank must call.
 
-    Each meter has `values(accelerator)`, this rank's scalars by name, of the device or the host, and
+    Each meter has `values(accelerator)`, this rank's scalars by a name of their own, of the device or the host, and
     `metrics(sums, ranks)`, the logged figures from their sums over the ranks.
     """
-    measured = [meter.values(accelerator) for meter in meters]
-    values = [value for own in measured for value in own.values()]
-    host = torch.tensor([0.0 if isinstance(v, torch.Tensor) else v for v in values], dtype=torch.float64)
+    values = {name: value for meter in meters for name, value in meter.values(accelerator).items()}
+    host = torch.tensor([0.0 if isinstance(v, torch.Tensor) else v for v in values.values()], dtype=torch.float64)
     host = host.to(accelerator.device, non_blocking=True)
-    scalars = [v.double() if isinstance(v, torch.Tensor) else own for v, own in zip(values, host, strict=True)]
-    sums = iter(accelerator.reduce(torch.stack(scalars), reduction="sum").tolist())
-    metrics: dict[str, float] = {}
-    for meter, own in zip(meters, measured, strict=True):
-        metrics |= meter.metrics({name: next(sums) for name in own}, accelerator.num_processes)
-    return metrics
+    scalars = [v.double() if isinstance(v, torch.Tensor) else h for v, h in zip(values.values(), host, strict=True)]
+    sums = dict(zip(values, accelerator.reduce(torch.stack(scalars), reduction="sum").tolist(), strict=True))
+    return {k: v for meter in meters for k, v in meter.metrics(sums, accelerator.num_processes).items()}
 
 
 # --- norms and gradients ----------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_losses_of_a_mixture_equal_one_process(tiny, tmp_path):
 def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path, images_as):
     """Rank 0 sees only pictures and rank 1 only text, in every micro-step; held-out samples do not divide evenly.
 
-    Both ranks then write the model of the step that evaluation chose, and answer questions together.
+    Both ranks then write the model of the step that evaluation chose.
     """
     records = json.loads((tiny / "data/finetune.json").read_text())
     images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
@@ -112,7 +112,7 @@ def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path,
     options = COMPARABLE | {"data_path": tmp_path / "mixed.json", "train_sampling_strategy": "sequential"}
     (tmp_path / "held.json").write_text(json.dumps(images[:3] + texts[:2]))
     options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1, "eval_generate": 3}
+    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1}
     options |= {"eval_on_start": True, "per_device_eval_batch_size": 1}
     options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the highest loss, that of the first step
     options |= images_as

@@ -25,7 +25,7 @@ FROZEN = {
     "lora_weight_path bits activation_checkpointing "
     "gradient_checkpointing use_liger_kernel remove_unused_columns padding_free max_tokens_per_micro_batch "
     "hang_timeout compile_layers save_strategy cache_dir "
-    "eval_generate evaluation_strategy telemetry_steps profile_steps",
+    "evaluation_strategy telemetry_steps profile_steps",
 }
 
 

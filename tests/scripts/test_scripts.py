@@ -189,14 +189,14 @@ def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
 
 @pytest.mark.slow
 def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise():
-    names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_generate", "eval_image_folder")
+    names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_image_folder")
     assert not resolved_run("finetune", NUM_GPUS=8)["flags"].keys() & set(names)
     run = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
     flags = run["flags"]
     assert (flags["eval_data_path"], flags["eval_strategy"], flags["eval_steps"]) == ("/no/held.json", "steps", "500")
     assert ["MISSING", "/no/held.json"] in [[i["state"], i["value"]] for i in run["inputs"]]
-    flags = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20, EVAL_GENERATE=32)["flags"]
-    assert (flags["eval_steps"], flags["eval_generate"]) == ("20", "32")
+    flags = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20)["flags"]
+    assert flags["eval_steps"] == "20"
 
 
 def test_an_empty_image_folder_is_honoured():
