@@ -18,6 +18,7 @@ from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, read_non_
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 from llava.utils import plugins
+from llava.utils.digests import warn_of_other_base
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -180,6 +181,7 @@ def _load_on_base(
             f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders; "
             "omit it for a complete checkpoint"
         )
+    warn_of_other_base(model_path, model_base)
     model = load_language_model(model_base, **options)
     for field, value in config.to_dict().items():
         if field.startswith(("mm_", "image_", "tokenizer_")):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
@@ -10,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
@@ -110,6 +113,24 @@ def model_digest(path: str, cache_dir: str | None = None) -> str | None:
         return None
     commit = _commit(place, cache_dir)
     return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
+
+
+def warn_of_other_base(folder: str, base: str) -> None:
+    """Logs a warning if `base` is not, by its files, what the LoRA or adapter in a folder was trained on."""
+    folder = folder if Path(folder).is_dir() else str(Path(folder).parent)
+    try:
+        settings = json.loads(Path(folder, "resume.json").read_text(encoding="utf-8"))["settings"]
+        recorded = settings["language_model_files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        logger.warning(
+            "%s: its resume.json names no base, so whether %s is the right one was not checked", folder, base
+        )
+        return
+    if (digest := model_digest(base)) != recorded:
+        logger.warning(
+            "%s was trained on a base with other files (%s) than %s (%s): unless these are the same weights, saved "
+            "again, its numbers are wrong; pass the base that it was trained on", folder, recorded, base, digest,
+        )  # fmt: skip
 
 
 def _place(path: str, **options: Any) -> Path | None:

@@ -310,6 +310,7 @@ def test_merging_onto_a_bf16_base_keeps_adapter_precision_and_logits(trained, ha
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     expected = closed_form(trained[0], load_file(half / "model.safetensors"))["model.layers.0.mlp.up_proj.weight"]
     torch.testing.assert_close(saved["model.layers.0.mlp.up_proj.weight"], expected, rtol=0, atol=1e-6)
+    assert any("was not checked" in message for message in caplog.messages)  # the run left no resume.json
     assert caplog.messages[-1] == f"merged checkpoint written to {tmp_path}/out in torch.float32"
     merged = logits(load(tmp_path / "out", None))
     monkeypatch.setattr(builder, "apply_lora", lambda model, folder, merge: apply_lora(model, folder, merge=False))
