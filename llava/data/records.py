@@ -337,6 +337,15 @@ class RecordTable(Sequence[Record]):
             return self
         return replace(self, selected=np.delete(self.used, indices), left_out=self.left_out + len(indices))
 
+    def places(self) -> dict[Path, np.ndarray]:
+        """By resolved file, the indices there of the records that are used; ascending, each once."""
+        used = np.unique(self.used)
+        by_file: dict[Path, list[np.ndarray]] = {}
+        of_files = np.split(used, np.searchsorted(used, self._starts[1:-1]))
+        for source, start, positions in zip(self.sources, self._starts, of_files, strict=False):
+            by_file.setdefault(source.resolve(), []).append(positions - start)
+        return {source: np.unique(np.concatenate(places)) for source, places in by_file.items()}
+
     # --- of a mixture ---
 
     @property

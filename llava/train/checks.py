@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from accelerate.utils import gather_object
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -140,13 +141,26 @@ def checked_records(
 
 
 def checked_eval_records(
-    version: str, data_args: DataArguments, training_args: TrainingArguments
+    version: str, data_args: DataArguments, training_args: TrainingArguments, records: RecordTable
 ) -> RecordTable | None:
-    """As `checked_records`, for the held-out records; None if none are named."""
+    """As `checked_records`, for the held-out records; None if none are named.
+
+    Those that are also among the training's `records` are counted in a warning.
+    """
     if not data_args.eval_data_path:
         return None
-    data_args = eval_data_arguments(data_args)
-    return checked_records(version, data_args, training_args, "--eval_data_path", EVAL_IMAGES)[0]
+    held_out, _ = checked_records(
+        version, eval_data_arguments(data_args), training_args, "--eval_data_path", EVAL_IMAGES
+    )
+    own, trained = held_out.places(), records.places()
+    shared = {file: len(np.intersect1d(own[file], trained[file])) for file in sorted(own.keys() & trained.keys())}
+    if total := sum(shared.values()):
+        named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
+        logger.warning(
+            "--eval_data_path: %s of %s records are also training records (%s), so their loss is not held out; "
+            "choose others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
+        )  # fmt: skip
+    return held_out
 
 
 def report_left_out(records: RecordTable, output_dir: str) -> None:

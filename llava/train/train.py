@@ -65,7 +65,7 @@ def train_in_folder(
     """Trains from the newest complete checkpoint, or from the start, and writes the final folder, unless stopped."""
     output_dir = Path(training_args.output_dir)
     records, write_left_out = checked_records(model_args.version, data_args, training_args)
-    eval_records = checked_eval_records(model_args.version, data_args, training_args)
+    eval_records = checked_eval_records(model_args.version, data_args, training_args, records)
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
     settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)

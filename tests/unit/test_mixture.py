@@ -8,6 +8,7 @@ import pickle
 import re
 import zipfile
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from llava.data.errors import DataError
 from llava.data.images import ImageError, ImageStore
 from llava.data.preflight import Rules, preflight, usable_records
 from llava.data.records import load_records, source_lines
-from llava.train.checks import report_left_out
+from llava.train.arguments import DataArguments
+from llava.train.checks import checked_eval_records, report_left_out
 from llava.train.llava_trainer import NonFiniteGuard
 
 RULES = Rules(get_template("chatml"), "assistant")
@@ -208,6 +210,23 @@ def test_skipped_records_are_counted(place, caplog):
     found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
     report_left_out(usable_records(table, found, "skip", ""), "run")
     assert "20 records were left out; they and their faults are in run/quarantine.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("trained", "own", "said"),
+    [
+        ("first:75%", "end:25%", None),
+        ("all", "end:25%", "5 of 5 records are also training records (5 of {place}/cats.jsonl), so"),
+        ("first:80%", "end:50%", "6 of 10 records are also training records (6 of {place}/cats.jsonl), so"),
+    ],
+)
+def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place, caplog, trained, own, said):
+    training = SimpleNamespace(process_index=0, seed=1, data_seed=None)
+    data = DataArguments(image_folder="images", eval_data_path=mixture(place, CATS | {"sampling_strategy": own}))
+    records = load_records(mixture(place, DOGS, CATS | {"sampling_strategy": trained}, name="train.yaml"))
+    checked_eval_records("chatml", data, training, records)
+    warnings = [record.getMessage() for record in caplog.records if "also training records" in record.getMessage()]
+    assert len(warnings) == (said is not None) and all(said.format(place=place) in text for text in warnings)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
