@@ -55,7 +55,7 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
 
     if (cap := args.max_tokens_per_micro_batch) == "auto":
         yield "--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number"
-    for flag in ("length_group_window", "max_tokens_per_micro_batch", "model_max_length"):
+    for flag in ("length_group_window", "max_tokens_per_micro_batch", "model_max_length", "lora_r", "lora_alpha"):
         if (value := getattr(args, flag)) is not None and value < 1:
             yield f"--{flag}: expected a positive number, found {value}"
     if cap and not args.padding_free:
