@@ -75,12 +75,6 @@ def test_a_figure_is_written_twice_and_the_same_each_time(tmp_path):
         assert (tmp_path / f"one/demo.{kind}").read_bytes() == (tmp_path / f"two/demo.{kind}").read_bytes()
 
 
-def test_without_matplotlib_the_message_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"llava\[analysis\]"):
-        output.import_pyplot()
-
-
 def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys):
     def run(args):
         if args.seed == 0:
@@ -98,50 +92,4 @@ def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys
         assert stop.value.code == 2
 
 
-def test_ctrl_c_is_one_line(monkeypatch, capsys):
-    def run(args):
-        raise KeyboardInterrupt
-
-    module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setattr(commands, "module_of", lambda package, command: module)
-    assert command_line.main(["theory"]) == 130
-    line = "llava.analysis theory: interrupted; rerun the same command to resume\n"
-    assert capsys.readouterr().err == line
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that a command has written, in order."""
-    pyplot = output.import_pyplot()
-    figures = []
-    monkeypatch.setitem(output.STYLE, "savefig.dpi", 30)
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    yield figures
-    monkeypatch.undo()
-    for figure in figures:
-        pyplot.close(figure)
-
-
-def test_a_figure_has_a_panel_for_each_column_and_a_line_for_each_name(tmp_path, drawn):
-    names = ("gwc_layernorm/finetune", "none/finetune", "another model with a long name")
-    rows = [
-        {"model": name, "layer": layer, "kind": kind, "a": layer + index, "b": None if layer == 3 else 2.0**layer}
-        for index, name in enumerate(names)
-        for kind in ("x", "y")
-        for layer in range(9)
-    ]
-    output.draw_rows(arguments(tmp_path), rows[:9], "layer", {"a": {}, "b": {"yscale": "log"}})
-    first, second = drawn[0].axes
-    assert [line.get_ydata().tolist() for line in first.lines] == [list(range(9))]
-    assert [len(line.get_xdata()) for line in second.lines] == [8] and second.get_yscale() == "log"
-    output.draw_rows(arguments(tmp_path), rows, "layer", {"a": {}, "b": {}}, column="kind")
-    assert [axis.get_title() for axis in drawn[1].axes] == ["x", "y", "", ""]
-    assert [len(axis.lines) for axis in drawn[1].axes] == [3] * 4
-    drawn[1].canvas.draw()
-    (legend,) = drawn[1].legends
-    assert [text.get_text() for text in legend.get_texts()] == list(names)
-    box = legend.get_window_extent()
-    assert not any(box.overlaps(axis.get_window_extent()) for axis in drawn[1].axes)

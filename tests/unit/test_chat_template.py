@@ -30,6 +30,13 @@ SEVERAL = [
 ]
 SYSTEM = ("system", "Be terse.")
 TEMPLATES = [name for name, template in conv_templates.items() if template.sep_style is not SeparatorStyle.PLAIN]
+STYLES = {conv_templates[name].sep_style: name for name in TEMPLATES}
+PAIRS = [  # every template with a tokenizer, one of each style with all
+    (kind, name)
+    for i, name in enumerate(TEMPLATES)
+    for j, kind in enumerate(TOKENIZERS)
+    if i % len(TOKENIZERS) == j or name in STYLES.values()
+]
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -63,7 +70,7 @@ def ids_of(messages, tokenizer, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("tokenizers", "name"), PAIRS, indirect=["tokenizers"])
 def test_the_exported_template_writes_what_training_learns_and_asks(tokenizers, name):
     plain, extended = tokenizers
     template = conv_templates[name]
@@ -100,7 +107,7 @@ def chats(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("tokenizers", "name"), PAIRS, indirect=["tokenizers"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=chats())
 def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, messages):

@@ -11,8 +11,6 @@ import pytest
 from paths import ROOT
 from shell import bash, only
 
-from llava.utils.commands import Parser
-
 WITHOUT_HELP = {"settings", "record", "harness"}  # hands all further words to a harness
 PROGRAMS = sorted(
     path
@@ -68,16 +66,6 @@ def test_help_without_an_environment_says_how_to_make_one(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     told = bash(str(tmp_path / "scripts/compare.sh"), "--help", cwd=tmp_path, LLAVA_PYTHON="")
     assert told.returncode == 2 and "bash scripts/setup.sh" in told.stderr and "Traceback" not in told.stderr
-
-
-def test_help_keeps_the_lines_of_a_description_and_says_a_default_once():
-    parser = Parser(prog="x", description="one\n    two")
-    parser.add_argument("--number", default=3, help="how many")
-    parser.add_argument("--folder", default="a", help="where (default: here)")
-    parser.add_argument("--switch", action="store_true", help="whether")
-    text = parser.format_help()
-    assert "one\n    two" in text and "how many (default: 3)" in text
-    assert text.count("default") == 2
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def test_a_value_may_be_a_negative_number_or_hold_spaces_and_equal_signs():
 # --- batch ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
-@pytest.mark.parametrize("ranks", [1, 4, 8])
-@pytest.mark.parametrize("per_device", ["1", "2", "auto"])
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "per_device"), [(1, 1, "1"), (2, 4, "2"), (4, 8, "auto"), (8, 8, "auto"), (1, 8, "2")]
+)
 def test_global_batch_is_kept_for_any_number_of_devices(nodes, ranks, per_device):
     batch = resolve_batch(Devices(nodes, ranks, True), "256", per_device)
     assert batch.total == 256 == batch.per_device * batch.accumulation * nodes * ranks
@@ -77,9 +77,16 @@ def test_batch_that_does_not_divide_is_refused_with_the_choices():
 
 
 @pytest.mark.parametrize(
-    "name", ["NUM_GPUS", "NNODES", "PER_DEVICE_BATCH", "GLOBAL_BATCH", "CPU_RANKS", "MAX_RESTARTS"]
+    ("name", "value"),
+    [
+        ("NUM_GPUS", "two"),
+        ("NNODES", "-1"),
+        ("PER_DEVICE_BATCH", "08"),
+        ("GLOBAL_BATCH", "1.5"),
+        ("CPU_RANKS", "two"),
+        ("MAX_RESTARTS", "-1"),
+    ],
 )
-@pytest.mark.parametrize("value", ["two", "-1", "08", "1.5"])
 def test_count_that_is_not_a_whole_number_is_refused_by_name(name, value):
     environment = {"NUM_GPUS": "8", "GLOBAL_BATCH": "256", name: value}
     words = ["--per_device_train_batch_size", environment.get("PER_DEVICE_BATCH", "2"), "--output_dir", "out"]

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_files import BYTES, STRUCT
-from paths import ROOT
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import get_template
@@ -111,23 +110,6 @@ FORMS = {
         {"conversations": [human("q"), human("r"), gpt("a"), gpt("b")]},
     ),
 }  # fmt: skip
-
-
-def test_the_conversion_that_the_page_shows_makes_records(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = (ROOT / "docs/data.md").read_text().split("### Other forms")[1].split("```python\n")[1].split("```")[0]
-    rows = [{"question": "<img>Why?", "answer": "So.", "image": "a.png"}, {"caption": "A cat.", "image": "a.png"}]
-    rows += [{"query": "Why?", "response": "Because.", "id": "x"}]
-    asked = ["<image>\nWhy?", "<image>\nDescribe the image briefly.", "Why?"]
-    chosen = ("question, answer = row", "# question, answer = ", "# question, answer = row")
-    for row, answer, question, line in zip(rows, ("So.", "A cat.", "Because."), asked, chosen, strict=True):
-        (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
-        whole_line = code[code.index(line) :].split("\n")[0]
-        taken = code.replace("question, answer = row", "pass  # ", 1).replace(whole_line, whole_line.lstrip("# "))
-        exec(taken if line[0] == "#" else code, {})
-        (record,) = load_records("records.jsonl")
-        assert [turn["value"] for turn in record["conversations"]] == [question, answer]
-        assert record["id"] == row.get("id", 0) and record.get("image") == row.get("image")
 
 
 @pytest.mark.parametrize("form", FORMS)

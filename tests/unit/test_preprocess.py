@@ -9,7 +9,7 @@ import torch
 from data_files import turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import GOLDEN, ROOT
+from paths import GOLDEN
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from upstream_labels import CONVERSATIONS, DEVIATIONS
@@ -86,12 +86,6 @@ def test_upstream_labels_equal_the_recorded_ones(run):
         if labelled_like_upstream(case, run["version"], tok) != expected:
             differing.add(case)
     assert differing == DEVIATIONS[run["upstream"], run["version"]]
-
-
-def test_every_deviation_is_in_the_documentation():
-    text = (ROOT / "docs/upstream.md").read_text(encoding="utf-8")
-    cases = set().union(*DEVIATIONS.values())
-    assert {case for case in cases if f"`{case}`" not in text} == set()
 
 
 def test_upstream_v1_learns_the_space_token_before_the_answer():

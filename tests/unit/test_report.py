@@ -133,10 +133,6 @@ def test_fewer_than_three_seeds_have_an_interval_of_questions_and_no_verdict(tmp
     )
 
 
-def test_the_page_names_the_learning_rates_that_all_arms_share(report):
-    assert "one set of learning rates (0.001 in stage 1, 0.001 in stage 2)" in (report[0] / "report.md").read_text()
-
-
 def test_the_page_is_written_from_the_record_alone(report, tmp_path):
     shutil.copy(report[0] / FILE, tmp_path)
     assert main(["report", str(tmp_path / FILE), "--output-dir", str(tmp_path / "again")]) == 0
@@ -170,16 +166,6 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
 
 
-def test_measured_numbers_are_read_in_four_digits(report):
-    page = (report[0] / "report.html").read_text()
-    assert page.count('<td class="n">0.1429</td>') == 121 and str(1 / 7)[:6] not in page
-
-
-def test_a_pictures_text_is_a_sentence(report):
-    alts = re.findall(r'<img [^>]*alt="([^"]*)"', (report[0] / "report.html").read_text())
-    assert len(alts) > 2 and [alt for alt in alts if not re.fullmatch(r"[A-Z]\S* .{15,}\.", html.unescape(alt))] == []
-
-
 def test_a_difference_that_rounds_to_nothing_has_no_sign():
     assert [markdown_text(round(value, 1)) for value in (-4.6e-16, -0.06, 0.0)] == ["0.0", "-0.1", "0.0"]
     assert [markdown_text(value) for value in (None, True, 3)] == ["", "True", "3"]
@@ -204,42 +190,3 @@ def test_papers_last_column_is_the_mean_of_its_nine():
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
-
-
-def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp_path):
-    dom, console = browse(report[0] / "report.html")
-    assert not console
-    assert "<title>hacked" not in dom and "Inside the models" in dom
-
-    # What a reader would do, without the policy that keeps any other script from running.
-    page = re.sub(r"<meta http-equiv=.*?>", "", (report[0] / "report.html").read_text())
-    probe = """<script>window.onload = function () {
-      var table = Array.from(document.querySelectorAll("details"))
-        .find(function (d) { return d.textContent.startsWith("layer-norms"); }).querySelector("table"), seen = [];
-      function cell(r, i) { return r.cells[i].textContent; }
-      function column(i) { return Array.from(table.tBodies[0].rows, function (r) { return cell(r, i); }).join(); }
-      [2, 2, 1].forEach(function (i) { table.querySelectorAll("th button")[i].click(); seen.push(column(1)); });
-      var broken = Array.from(document.images).filter(function (i) { return !i.naturalWidth; }).length;
-      window.dispatchEvent(new Event("beforeprint"));
-      var closed = Array.from(document.querySelectorAll("details:not([open]) > summary")).map(e => e.textContent);
-      document.title = JSON.stringify([seen, broken, closed, document.title === "hacked"]);
-    };</script></body>"""
-    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
-    dom, console = browse(tmp_path / "probe.html")
-    assert not console
-    seen, broken, closed, hacked = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
-    rising, falling = ",".join(map(str, range(11))), ",".join(map(str, range(10, -1, -1)))
-    assert seen == [falling, rising, rising]  # norms fall as layers rise; the third click sorts numbers, not text
-    assert (broken, closed, hacked) == (0, ["update-rates-layers (110)"], False)
-
-
-def test_page_fits_a_phone_and_paper(report, browse, tmp_path):
-    page = re.sub(r"<meta http-equiv=.*?>", "", (report[0] / "report.html").read_text())
-    probe = """<script>window.dispatchEvent(new Event("beforeprint"));
-      document.title = [innerWidth, document.documentElement.scrollWidth].join();</script></body>"""
-    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
-    dom, _ = browse(tmp_path / "probe.html", width=390)
-    window, content = map(int, re.search("<title>(.*?)</title>", dom)[1].split(","))
-    assert content <= window <= 390
-    browse(report[0] / "report.html", f"--print-to-pdf={tmp_path / 'page.pdf'}")
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

@@ -7,7 +7,7 @@ import pytest
 
 from llava.eval.score import main, read_scored, score_rows
 from llava.utils.intervals import share_interval
-from llava.utils.scoring import KINDS, can_expect, is_right, letter, normalized, number, same_answer, yes_or_no
+from llava.utils.scoring import KINDS, can_expect, is_right, letter, number, same_answer, yes_or_no
 
 SAME = """
 yes | Yes.
@@ -64,11 +64,6 @@ def test_case_sentence_punctuation_and_white_space_decide_nothing(pair):
 @pytest.mark.parametrize("pair", pairs(DIFFERENT), ids=" = ".join)
 def test_what_decides_a_value_is_kept(pair):
     assert not same_answer(*pair) and not same_answer(*reversed(pair))
-
-
-def test_the_compared_form_is_in_small_letters_and_single_spaces():
-    assert normalized(" The  Left-hand, one!\n") == "the lefthand one"
-    assert normalized("...") == ""
 
 
 # --- what is read from an answer --------------------------------------------------------------------------------------

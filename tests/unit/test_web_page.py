@@ -9,7 +9,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
-from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, encoded, noise, turns
+from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, encoded, noise
 from PIL import Image
 
 from llava.analysis import attention
@@ -21,7 +21,7 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.families import Family, find_parts
 from llava.serve import look, web
 from llava.serve.conversation import growing_answer, with_question
-from llava.serve.page import REFUSAL, messages, uploaded_picture
+from llava.serve.page import REFUSAL, uploaded_picture
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
 RED = Image.new("RGB", (20, 16), COLOURS["red"])
@@ -178,11 +178,6 @@ def test_what_is_refused_in_the_generating_thread_is_raised_here(pair):
         list(growing_answer(pair[1], asked("why? " * 200), RED, threading.Event(), flags()))
 
 
-def test_messages_have_no_placeholder_and_show_an_answer_without_words():
-    expected = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "..."}]
-    assert messages(turns("<image>\nWhy?", "")) == expected
-
-
 # --- where it looked --------------------------------------------------------------------------------------------------
 
 
@@ -234,11 +229,6 @@ def drawn(picture, heat, area=WHOLE):
     return look.heat_map(picture, {"map": np.array(heat), "area": area})
 
 
-@pytest.mark.parametrize(("size", "shown"), [((2000, 500), (512, 128)), ((64, 32), (512, 256)), ((3000, 30), (512, 5))])
-def test_a_heat_map_is_drawn_as_large_as_it_is_shown(size, shown):
-    assert drawn(Image.new("RGB", size), np.ones((2, 2))).size == shown
-
-
 def test_a_place_that_was_seen_more_is_brighter_and_without_places_there_is_no_map():
     heat = drawn(Image.new("RGB", (400, 400), "white"), [[0.1, 0.2], [0.3, 0.4]])
     corners = [sum(heat.getpixel(at)) for at in ((0, 0), (511, 0), (0, 511), (511, 511))]
@@ -254,9 +244,3 @@ def test_the_heat_map_of_a_padded_picture_leaves_its_margins_out(pair, monkeypat
     heat = drawn(wide, [[0.9, 0.0], [0.0, 0.1]], seen["area"])
     assert heat.size == (512, 128) and heat.getpixel((10, 50)) != heat.getpixel((10, 80))  # the rows meet in the middle
     assert heat.getpixel((10, 2)) == heat.getpixel((10, 50))
-
-
-def test_a_third_checkpoint_is_refused_in_one_line(capsys):
-    assert web.main(["--model-path", "a", "--model-path", "b", "--model-path", "c"]) == 2
-    error = capsys.readouterr().err
-    assert "expected one or two checkpoints, found 3" in error and len(error.splitlines()) == 1
