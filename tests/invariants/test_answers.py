@@ -7,6 +7,7 @@ import json
 
 import pytest
 from data_files import COLOURS, turns
+from pairwise import pairwise
 from PIL import Image
 from training import LORA, flags
 
@@ -58,9 +59,7 @@ def lora(tiny, full, tmp_path_factory):
     return trained_on(tiny, folder, learning_rate=1e-2, **options), records, str(full[0])
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 12])
-@pytest.mark.parametrize("run", ["full", "lora"])
+@pytest.mark.parametrize(("run", "batch_size", "use_cache"), pairwise(("full", "lora"), (1, 12), (True, False)))
 def test_both_words_of_every_answer_are_right(request, run, batch_size, use_cache):
     folder, records, base = request.getfixturevalue(run)
     assistant = load_assistant(str(folder), base, device="cpu")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from batches import BATCHES, IMG, pictures
+from pairwise import pairwise
 from tiny_models import SIZES, V, make
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
@@ -218,9 +219,10 @@ def test_without_norm_keys_are_llavas(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language_model", ["llama", "qwen", "qwen_tied"])
-@pytest.mark.parametrize("tower", ["siglip", "clip"])
-@pytest.mark.parametrize("norm", ["none", "gwc_layernorm", "rmsnorm", "clip"])
+@pytest.mark.parametrize(
+    ("language_model", "tower", "norm"),
+    pairwise(("llama", "qwen", "qwen_tied"), ("siglip", "clip"), ("none", "gwc_layernorm", "rmsnorm", "clip")),
+)
 def test_save_and_load_keep_every_bit(tiny, tmp_path, language_model, tower, norm):
     model = make(tiny, language_model, tower, norm)
     with torch.no_grad():
