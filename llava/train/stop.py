@@ -64,7 +64,8 @@ class StopSignal(TrainerCallback):
 
     def agreed(self) -> bool:
         """Whether any rank has received a signal. Every rank must call."""
+        if self._group is None:
+            return self.received is not None
         flag = torch.tensor(int(self.received is not None))
-        if self._group is not None:
-            dist.all_reduce(flag, group=self._group)
+        dist.all_reduce(flag, group=self._group)
         return bool(flag)
