@@ -42,7 +42,7 @@ with_older_pillow() { # tests
 
 run() { # part
   case $1 in
-    suite) bash scripts/test.sh ;;
+    suite) FAMILIES=all bash scripts/test.sh ;;
     numeric) # the suite has this CPU's own instructions
       if grep -qm1 avx512f /proc/cpuinfo; then on_instructions avx2 AVX2; else on_instructions default SSE41; fi
       ;;
