@@ -1,14 +1,18 @@
 """Builds what a training needs from its flags: tokenizer, model, data set and trainer."""
 
 import logging
+import re
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.anyres import Picture, is_anyres, parse_pinpoints
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.conversation import get_template
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
+from llava.data.preprocess import write_parts
 from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
@@ -69,6 +73,8 @@ def build_model(
         attention = packed_attention(attention, training_args.device, frozen_dtype, compiled=compiled)
     if model_args.pretrain_mm_mlp_adapter and training_args.process_index == 0:
         warn_of_other_base(model_args.pretrain_mm_mlp_adapter, path)
+    if training_args.mm_vision_tower_lr is not None and VISION_TOWER not in parts:
+        logger.warning("--mm_vision_tower_lr has no effect: the vision tower is not trained; leave it out")
     model = load_language_model(
         path,
         read_config(path, cache_dir=training_args.cache_dir),
@@ -146,6 +152,18 @@ def record_choices(
         )
 
 
+def warn_of_split_markers(version: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Logs a warning if the template's markers are several tokens each: the template of another family."""
+    turns = [("human", DEFAULT_IMAGE_TOKEN), ("gpt", "")]
+    text = "".join(part.text for part in write_parts(turns, get_template(version)))
+    for marker in dict.fromkeys(re.findall(r"<\|\w+\|>", text)):
+        if (count := len(tokenizer.encode(marker, add_special_tokens=False))) > 1:
+            logger.warning(
+                "--version %s: %s is %d tokens for this tokenizer, not one: is the template of another family meant? "
+                "docs/models.md names those of each", version, marker, count,
+            )  # fmt: skip
+
+
 def build_trainer(
     model: LlavaMetaForCausalLM,
     records: RecordTable,
@@ -163,6 +181,7 @@ def build_trainer(
     """
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = tokenizer or training_tokenizer(path, max_length, training_args.cache_dir)
+    warn_of_split_markers(model_args.version, tokenizer)
     tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or path, tower)

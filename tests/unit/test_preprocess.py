@@ -17,6 +17,7 @@ from upstream_labels import CONVERSATIONS, DEVIATIONS
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import load_tokenizer
+from llava.train.build import warn_of_split_markers
 
 RUNS = json.loads((GOLDEN / "text/labels.json").read_text(encoding="utf-8"))
 LLAMA_3_MARKERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -294,3 +295,10 @@ def test_unknown_masking_and_a_template_without_labels_are_errors():
         preprocess([HUMAN, GPT], tokenizer("llama"), "v1", label_masking="all")
     with pytest.raises(ValueError, match="not available for templates of style SINGLE"):
         preprocess([HUMAN, GPT], tokenizer("llama"), "llava_v0", label_masking="upstream")
+
+
+def test_a_template_whose_markers_the_tokenizer_splits_is_named(caplog):
+    for version, name in (("llava_llama_3", "llama"), ("llava_llama_3", "qwen"), ("plain", "llama"), ("v1", "llama")):
+        warn_of_split_markers(version, tokenizer(name))
+    assert caplog.messages and all("--version llava_llama_3" in message for message in caplog.messages)
+    assert sum("<|eot_id|>" in message for message in caplog.messages) == 1  # of llama alone

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from training import flags
+from training import build, flags
 
 from llava.compare.runs import Run
 from llava.train.checkpoint import ResumeError
@@ -93,3 +93,10 @@ def test_a_record_that_cannot_be_used_is_refused_by_name(content, tmp_path):
         (tmp_path / RUN_FILE).write_text(content)
     with pytest.raises(ValueError, match=RUN_FILE):
         read_starts(tmp_path / RUN_FILE)
+
+
+def test_a_rate_of_a_frozen_tower_is_named(tiny, tmp_path, caplog):
+    build(
+        flags(tiny, tmp_path / "run", 2, mm_tunable_parts="mm_mlp_adapter,mm_language_model", mm_vision_tower_lr=1e-4)
+    )
+    assert any("--mm_vision_tower_lr has no effect" in message for message in caplog.messages)
