@@ -13,6 +13,7 @@ import pytest
 import torch
 from batches import IMG, batch, loss_and_gradients
 from decoder_families import NAMES, write_families
+from pairwise import pairwise
 from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
 from torch.nn import functional as F
@@ -165,9 +166,10 @@ def backend_of(kernel, monkeypatch, calls: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language_model", ["llama", "qwen"])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kernel", [*VARLENS, flash_attention_2, flash_attention_3, flash_attention_4])
+@pytest.mark.parametrize(
+    ("language_model", "autocast", "kernel"),
+    pairwise(("llama", "qwen"), (False, True), (*VARLENS, flash_attention_2, flash_attention_3, flash_attention_4)),
+)
 def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_has(
     tiny, monkeypatch, kernel, autocast, language_model
 ):

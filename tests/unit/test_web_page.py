@@ -49,19 +49,6 @@ def flags(*words):
 
 
 @pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        (None, "Please type a question"),
-        (" \n", "Please type a question"),
-        ("Is <image> red?", "please ask without <image>"),
-    ],
-)
-def test_questions_that_cannot_be_asked_are_refused_in_a_sentence(question, message):
-    with pytest.raises(ValueError, match=message):
-        with_question([], question)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("note.png", b"hello", "note.png: not a picture in a format that Pillow reads"),
