@@ -1,7 +1,7 @@
 """The Hugging Face Trainer with LLaVA's optimizer groups, steps of several micro-batches, and checkpoint layout.
 
 Everything that depends on the inside of the library's Trainer is in this file. It was read from transformers 5.17 and
-5.23; `tests/unit/test_trainer_library.py` names every method and order of calls that it relies on, and fails when a
+5.23; `tests/unit/test_trainer_library.py` names the parameters of every method that it relies on, and fails when a
 release changes one of them.
 """
 
@@ -123,7 +123,7 @@ class NonFiniteGuard:
 
     def __init__(self, records: Sequence[Record]):
         self.records = records
-        self.in_a_row = self.total = 0
+        self.in_a_row = self.total = self.without_targets = 0
         self.start_step([])
 
     def start_step(self, micro_batches: list[list[int]]) -> None:
@@ -139,6 +139,11 @@ class NonFiniteGuard:
         """
         if math.isfinite(grad_norm):
             self.in_a_row = 0
+            if grad_norm == 0:
+                self.without_targets += 1
+                logger.warning(
+                    "no target is left in step %d, by its template or --model_max_length; %s", step, self._suspects()
+                )
             return True
         self.in_a_row += 1
         self.total += 1
@@ -259,7 +264,9 @@ class LLaVATrainer(Trainer):
         start = time.perf_counter()
         steps = [Step(step) for step in (next(epoch_iterator, None),) if step is not None]
         micro_batches = steps[0] if steps else []
-        num_items = self._get_num_items_in_batch(micro_batches, device)
+        num_items: Any = self._get_num_items_in_batch(micro_batches, device)
+        if num_items is not None:
+            num_items = num_items.clamp(min=1)  # without any target the loss is 0, and so is its gradient
         self.throughput.add(micro_batches, time.perf_counter() - start)
         self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
         every = self.state.logging_steps if self.args.telemetry_steps is None else self.args.telemetry_steps
@@ -318,6 +325,8 @@ class LLaVATrainer(Trainer):
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
+            if self.guard.without_targets:
+                logs["steps_without_targets"] = self.guard.without_targets
             logs |= read([self.throughput, *[self.probe] * self.probe.active], self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         super().log(logs, start_time)

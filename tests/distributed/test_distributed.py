@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from anyres_data import ANYRES
-from data_files import write_varied
+from data_files import write_varied, write_without_targets
 from decoder_families import NAMES, write_families
 from safetensors.torch import load_file
 from training import build, flags
@@ -81,6 +81,20 @@ def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp
     launch(flags(tiny, tmp_path / "two", 2, **options), config, tmp_path)
     assert micro_batches(build(flags(tiny, tmp_path / "one", 2, **options))[1]) == {2, 3}
     assert_same(tmp_path / "two", varied[1])
+
+
+@pytest.mark.parametrize("configs", [[None], ["zero2", "zero3"]], ids=["ddp", "zero"])
+def test_a_step_in_which_no_rank_has_a_target_has_loss_and_gradient_zero(tiny, tmp_path, configs):
+    data = write_without_targets(tiny, tmp_path / "data.json", {2, 3})  # both ranks' sample of the second step
+    options = {"data_path": data, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    options |= {"max_steps": 3, "model_max_length": 400}
+    runs = [(flags(tiny, tmp_path / str(config), 2, **options), config) for config in configs]
+    output = launch(*runs[0], tmp_path) if configs == [None] else launch_in_turn(runs, tmp_path)
+    assert output.count("no target is left in step 2") == 2 * len(configs)  # each rank says so
+    assert "record 2" in output and "record 3" in output
+    for config in configs:
+        lines = [line for line in map(json.loads, (tmp_path / str(config) / LOG_FILE).open()) if "loss" in line]
+        assert [line["loss"] == line["grad_norm"] == 0 for line in lines] == [False, True, False]
 
 
 def test_losses_of_a_mixture_equal_one_process(tiny, tmp_path):

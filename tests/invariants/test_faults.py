@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_files import write_without_targets
 from paths import ROOT
 from safetensors.torch import load_file
 from tiny_models import SIZES, write_tiny
@@ -509,6 +510,18 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
     assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps after it
+
+
+def test_a_step_without_any_target_has_loss_and_gradient_zero_and_is_named(tiny, tmp_path, caplog):
+    """The second record's question alone is longer than a sample may be."""
+    data = write_without_targets(tiny, tmp_path / "data.json", {1})
+    options = {"data_path": data, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    train_module.train(flags(tiny, tmp_path / "run", 2, max_steps=3, model_max_length=400, **options))
+    lines = log_lines(tmp_path / "run")
+    assert [line["loss"] == line["grad_norm"] == 0 for line in lines] == [False, True, False]
+    assert [line.get("steps_without_targets") for line in lines] == [None, 1, 1]
+    assert all(math.isfinite(line["loss"]) and "nonfinite_steps" not in line for line in lines)
+    assert "no target is left in step 2" in caplog.text and "record 1 (id 'q1')" in caplog.text
 
 
 def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):

@@ -31,6 +31,15 @@ def write_varied(tiny: Path, path: Path) -> Path:
     return path
 
 
+def write_without_targets(tiny: Path, path: Path, indices: set[int]) -> Path:
+    """Writes the tiny model's conversations, those of `indices` with questions of 2,000 characters; returns `path`."""
+    records = json.loads((tiny / "data/finetune.json").read_text())
+    for index in indices:
+        records[index]["conversations"][0]["value"] += "?" * 2000
+    path.write_text(json.dumps(records))
+    return path
+
+
 def write_data(folder, num_records: int = 24) -> None:
     """Coloured squares with questions; every third record is text only."""
     (folder / "images").mkdir(parents=True)
