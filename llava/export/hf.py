@@ -137,6 +137,7 @@ def new_folder(output_dir: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: `output_dir` is not empty, or another export writes it.
+        OSError: the disk is full.
     """
     target = output_dir.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -149,6 +150,12 @@ def new_folder(output_dir: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(target)
+    except Exception as error:  # safetensors has an error of its own for it
+        if "No space left" not in str(error):
+            raise
+        raise OSError(
+            f"--output-dir {output_dir}: its disk is full; make room, nothing of the export is left"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
