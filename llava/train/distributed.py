@@ -1,5 +1,6 @@
 """What several ranks need besides Accelerate: CPU ranks under DeepSpeed, nodes that agree, an orderly end."""
 
+import logging
 import os
 import platform
 import socket
@@ -13,6 +14,8 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from transformers import training_args
 
 from llava.utils.versions import PACKAGES, git_commit, version_of
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -94,3 +97,5 @@ def check_nodes(inputs: list[str], output_dir: str) -> None:
     ]
     if faults:
         raise ValueError("the nodes differ; make them alike:\n" + "\n".join(faults))
+    hosts = len({host for host, _ in everyones})
+    logger.info("%d ranks on %d hosts have the same versions, commit and paths", len(everyones), hosts)

@@ -219,7 +219,7 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
 
     batch, groups, before = entering(plain)
     if isinstance(grid, str):
-        with pytest.raises(NoMap, match=f"{name}.*{grid}"):
+        with pytest.raises(NoMap, match=grid):
             picture_grid(model, batch, len(before))
         return
     changes = {}

@@ -89,8 +89,7 @@ def test_a_killed_run_leaves_its_rows_but_no_part_of_the_results(monkeypatch, tm
 @pytest.mark.parametrize("flash", [True, False])
 def test_only_arms_that_run_are_listed(monkeypatch, flash):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(train_step, "is_flash_attn_2_available", lambda: flash)
-    monkeypatch.setattr(train_step, "is_flash_attn_3_available", lambda: False)
+    monkeypatch.setattr(train_step, "runnable_flash", lambda: ["flash_attention_2"] if flash else [])
     monkeypatch.setattr(train_step, "has_liger", lambda: flash)
     monkeypatch.setattr(train_step, "packed_attention", lambda *_: "sdpa")
     names = [arm.name for arm in train_step.runnable_arms(CUDA, torch.bfloat16)]

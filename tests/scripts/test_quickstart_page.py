@@ -92,7 +92,7 @@ def test_answers_are_reused_until_what_decides_them_changes(arms, monkeypatch):
     Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
     arms()
     assert arms.asked == list(ARMS)
-    monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
+    monkeypatch.setattr("llava.utils.versions.code_digest", lambda sources: "another")
     arms()
     assert arms.asked == list(ARMS)
 
