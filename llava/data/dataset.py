@@ -109,7 +109,7 @@ class LazySupervisedDataset(Dataset):
     def over(self, records: Sequence[Record], images: ImageStore) -> "LazySupervisedDataset":
         """A dataset of other records, with their own images, made into samples in the same way."""
         other = copy.copy(self)
-        other.records, other.images, other._lengths, other.leaves_out = records, images, None, False
+        other.records, other.images, other._lengths = records, images, None
         return other
 
     def __len__(self) -> int:
@@ -128,15 +128,16 @@ class LazySupervisedDataset(Dataset):
         Raises:
             ValueError, FileNotFoundError: the record cannot be turned into a sample; the message names it.
         """
+        number = max(index, ~index)
         try:
-            item = self._item(max(index, ~index), self.images.open)
+            item = self._item(number, self.images.open)
         except ValueError as error:
             if not isinstance(error.__cause__, ImageError):
                 raise
             if not self.leaves_out:
                 raise ValueError(f"{error}; llava.data.preflight --full_decode finds all such pictures") from error
             logger.warning("%s; the sample is left out (--on_bad_record skip)", error)
-            item, index = self._item(max(index, ~index), self._blank), min(index, ~index)
+            item, index = self._item(number, self._blank), ~number
         if index < 0:
             item["labels"], item["index"] = torch.full_like(item["labels"], IGNORE_INDEX), index
         return item

@@ -31,7 +31,6 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_up_parts, tunable_parts, weight_dtypes
 from llava.train.zero import fit_zero
-from llava.utils.digests import warn_of_other_base
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +70,6 @@ def build_model(
     if training_args.padding_free:
         compiled = training_args.compile_layers is True
         attention = packed_attention(attention, training_args.device, frozen_dtype, compiled=compiled)
-    if model_args.pretrain_mm_mlp_adapter and training_args.process_index == 0:
-        warn_of_other_base(model_args.pretrain_mm_mlp_adapter, path)
     if training_args.mm_vision_tower_lr is not None and VISION_TOWER not in parts:
         logger.warning("--mm_vision_tower_lr has no effect: the vision tower is not trained; leave it out")
     model = load_language_model(

@@ -31,6 +31,7 @@ from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop import StopSignal
 from llava.train.zero import let_ninja_be_found
 from llava.utils.code_folders import refuse_shared_variable
+from llava.utils.digests import warn_of_other_base
 from llava.utils.failures import REQUEUE_EXIT_CODE, Watchdog, of_flag, refusal
 from llava.utils.locks import InUse
 
@@ -77,6 +78,8 @@ def train_in_folder(
         )  # fmt: skip
         return
 
+    if (adapter := model_args.pretrain_mm_mlp_adapter) and training_args.process_index == 0:
+        warn_of_other_base(adapter, path, settings["language_model_files"])
     set_seed(training_args.seed)
     use_converted_states(start, training_args)
     model = build_model(model_args, data_args, training_args)

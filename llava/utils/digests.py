@@ -115,8 +115,13 @@ def model_digest(path: str, cache_dir: str | None = None) -> str | None:
     return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
 
 
-def warn_of_other_base(folder: str, base: str) -> None:
-    """Logs a warning if `base` is not, by its files, what the LoRA or adapter in a folder was trained on."""
+def warn_of_other_base(folder: str, base: str, digest: object = None) -> None:
+    """Logs a warning if `base` is not, by its files, what the LoRA or adapter in a folder was trained on.
+
+    Args:
+        folder: or a file in it.
+        digest: of `base`, where it is known.
+    """
     folder = folder if Path(folder).is_dir() else str(Path(folder).parent)
     try:
         settings = json.loads(Path(folder, "resume.json").read_text(encoding="utf-8"))["settings"]
@@ -126,7 +131,7 @@ def warn_of_other_base(folder: str, base: str) -> None:
             "%s: its resume.json names no base, so whether %s is the right one was not checked", folder, base
         )
         return
-    if (digest := model_digest(base)) != recorded:
+    if (digest := digest or model_digest(base)) != recorded:
         logger.warning(
             "%s was trained on a base with other files (%s) than %s (%s): unless these are the same weights, saved "
             "again, its numbers are wrong; pass the base that it was trained on", folder, recorded, base, digest,
