@@ -9,8 +9,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 readonly PARTS="suite numeric chaos browser trackers serving peers mixins"
 # Attention kernels, packed rows, the norm, the loss head, precisions, and upstream's recorded numbers.
-readonly NUMERIC=(tests/unit/test_norm.py tests/unit/test_model.py tests/invariants/test_packed.py tests/invariants/test_kernels.py
-  tests/invariants/test_precisions.py tests/invariants/test_masters.py tests/upstream/test_upstream_model.py)
+readonly NUMERIC=(tests/model/test_norm.py tests/model/test_model.py tests/model/test_packed.py tests/model/test_kernels.py
+  tests/model/test_precisions.py tests/train/test_masters.py tests/upstream/test_upstream_model.py)
 parts=()
 for part in "$@"; do
   [[ " $PARTS " == *" $part "* ]] || die "$part is not one of: $PARTS"
@@ -46,20 +46,20 @@ run() { # part
     numeric) # the suite has this CPU's own instructions
       if grep -qm1 avx512f /proc/cpuinfo; then on_instructions avx2 AVX2; else on_instructions default SSE41; fi
       ;;
-    chaos) bash tests/chaos/run.sh ;;
-    browser) with_older_pillow tests/browser ;;
-    trackers) with_older_pillow tests/invariants/test_trackers.py ;;
+    chaos) bash tests/nightly/chaos/run.sh ;;
+    browser) with_older_pillow tests/eval/test_web.py tests/cli/test_site_browser.py ;;
+    trackers) with_older_pillow tests/train/test_trackers.py ;;
     serving)
       { [ -d outputs/quickstart/none/finetune ] || bash scripts/quickstart.sh; } &&
-        bash tests/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"
+        bash tests/nightly/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"
       ;;
     peers)
       "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" &&
-        "$PYTHON_BIN" -m pytest tests/scripts/test_elsewhere.py
+        "$PYTHON_BIN" -m pytest tests/nightly/test_elsewhere.py
       ;;
     mixins)
       TRANSFORMERS_TESTS="${TRANSFORMERS_TESTS:-$OUTPUT_DIR/mixins}" \
-        "$PYTHON_BIN" -m pytest -s tests/upstream/test_library_mixins.py
+        "$PYTHON_BIN" -m pytest -s tests/nightly/test_library_mixins.py
       ;;
   esac
 }

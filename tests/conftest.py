@@ -1,4 +1,4 @@
-"""Fixtures for every test, and the order of the files; what tests import is in `support`.
+"""Fixtures for every test, and the order of the files; what tests import is in `helpers`.
 
 Libraries are imported where they are needed: the process that hands the files to the workers needs none of them.
 """

@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,8 @@ def use_gloo_backend() -> None:
         return "gloo", DistributedType.MULTI_CPU
 
     PartialState._prepare_backend = prepare_backend
+    # Training never calls DeepSpeed's all-reduce over shared memory, which leaves 64 MiB per rank in /dev/shm for ever.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     training_args.is_torch_bf16_gpu_available = lambda: True
 
 

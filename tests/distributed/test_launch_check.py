@@ -57,7 +57,7 @@ def test_every_shipped_configuration_is_one_that_deepspeed_takes(path):
 @pytest.mark.slow
 def test_two_hosts_train_lose_the_link_and_go_on():
     env = os.environ | {"LLAVA_PYTHON": str(warm_python())}
-    command = ["bash", "tests/chaos/two_nodes.sh"]
+    command = ["bash", "tests/nightly/chaos/two_nodes.sh"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     if "skipped:" in done.stdout:
         pytest.skip(done.stdout.split("skipped:")[1].strip())

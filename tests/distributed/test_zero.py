@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import kept_under_zero
 import pytest
@@ -33,7 +34,9 @@ def test_auto_takes_zero2_if_weights_fit_on_every_rank_and_else_zero3(tiny, tmp_
     runs = [flags(tiny, folder, 2, deepspeed="auto", **COMPARABLE) for folder in folders.values()]
     file = tmp_path / "runs.json"
     file.write_text(json.dumps(runs))
+    before = set(Path("/dev/shm").glob("deepspeed_*"))
     output = run_on_ranks(2, train_by_auto.__file__, [str(file), json.dumps([[1e12, 1e12], [1e12, 0]])], timeout=900)
+    assert set(Path("/dev/shm").glob("deepspeed_*")) == before  # DeepSpeed's buffers of CPU ranks stay for ever
     for stage, folder in folders.items():
         config = json.loads((folder / "run.json").read_text())["starts"][0]["configuration"]["deepspeed_config"]
         assert config["zero_optimization"]["stage"] == stage

@@ -293,7 +293,7 @@ def compare_liger(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("liger_kernel") or not find_spec("triton"), reason="needs liger-kernel and triton")
 def test_ligers_kernels_equal_the_plain_layers(tiny):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}"}
     command = [sys.executable, __file__, str(tiny)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

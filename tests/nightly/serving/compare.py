@@ -1,4 +1,4 @@
-"""The run of `tests/serving/run.sh`: exports checkpoints, serves each by vLLM, and asks both sides the same questions.
+"""The run of `tests/nightly/serving/run.sh`: checkpoints are exported and served by vLLM; both answer the same.
 
 Answers are greedy on both sides. Two that differ are explained by our own model in float32: at the first token that
 differs, by how much it prefers ours to theirs, in nats. Next to nothing is a tie that rounding decides; more is a
@@ -50,7 +50,8 @@ class Answer:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="bash tests/serving/run.sh", description="Serves checkpoints by vLLM and compares answers.")
+    description = "Serves checkpoints by vLLM and compares answers."
+    parser = Parser(prog="bash tests/nightly/serving/run.sh", description=description)
     parser.add_argument(
         "--checkpoints", type=Path, default=Path("outputs/quickstart"), metavar="DIR", help="a quickstart's folder"
     )

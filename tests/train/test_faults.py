@@ -1,4 +1,4 @@
-"""What happens to a run when something breaks, in one process; tests/chaos/run.sh breaks real processes."""
+"""What happens to a run when something breaks, in one process; tests/nightly/chaos/run.sh breaks real processes."""
 
 import dataclasses
 import errno
@@ -466,7 +466,7 @@ def test_the_demo_saves_only_on_a_signal_and_at_its_end(stage, steps):
 def test_ctrl_c_in_a_terminal_saves_and_shows_no_traceback(tiny, tmp_path):
     argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=2)
     chaos = {"what": "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
-    paths = f"{ROOT}:{ROOT / 'tests/chaos/inject'}"
+    paths = f"{ROOT}:{ROOT / 'tests/nightly/chaos/inject'}"
     env = os.environ | {"PYTHONPATH": paths, "CHAOS": json.dumps(chaos), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "llava/train/train_mem.py"), *argv]
     with (tmp_path / "output").open("w") as output:

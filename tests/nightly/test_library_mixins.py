@@ -90,7 +90,7 @@ def results(root, tmp_path_factory):
     """`outcomes[class][test]` and `mixin of[test]`, of all classes of `mixin_classes.py`."""
     file, path = tmp_path_factory.mktemp("mixins") / "outcomes.json", os.pathsep.join(map(str, (*root, ROOT)))
     env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / "tests/support/mixin_classes.py", file]
+    command = [sys.executable, ROOT / "tests/helpers/mixin_classes.py", file]
     done = subprocess.run(command, cwd=root[0], env=env, capture_output=True, text=True, check=False)
     assert file.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads(file.read_text())

@@ -45,7 +45,7 @@ def run_on_ranks(count: int, script: Path, argv: list[str], timeout: int) -> str
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    group |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    group |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}"}
     command = [warm_python(), script, *argv]
     with tempfile.NamedTemporaryFile("r", errors="replace") as output, open(output.name, "a") as file:
         ranks = []

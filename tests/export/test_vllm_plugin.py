@@ -1,6 +1,6 @@
 """The plugin for vLLM, without vLLM: what it registers, and that every arm's norm ends the projector that it serves.
 
-`bash tests/serving/run.sh` tests it in a real server.
+`bash tests/nightly/serving/run.sh` tests it in a real server.
 """
 
 import contextlib

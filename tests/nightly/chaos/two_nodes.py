@@ -1,4 +1,4 @@
-"""The run of `tests/chaos/two_nodes.sh`: started inside the first host's network namespace, with the model's name."""
+"""The run of `tests/nightly/chaos/two_nodes.sh`, in the first host's network namespace, with the model's name."""
 
 import json
 import os

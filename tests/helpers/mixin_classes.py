@@ -1,6 +1,6 @@
 """transformers' own test mixins on its LLaVA and on the exported class; writes what each test came to.
 
-    python tests/support/mixin_classes.py OUTCOMES.json
+    python tests/helpers/mixin_classes.py OUTCOMES.json
 
 The folder with the library's package `tests` comes first on PYTHONPATH. `OUTCOMES.json` has the outcome of every test
 by class and name, and the mixin that each name is of.

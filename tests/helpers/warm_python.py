@@ -60,7 +60,7 @@ def warm_python() -> Path:
     program, address = folder / "python", folder / "socket"
     program.write_text(PROGRAM.format(python=sys.executable, address=str(address)))
     program.chmod(0o755)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
@@ -129,7 +129,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def enter_namespaces(process: int) -> None:
-    """Joins the namespaces of `process`, such as a host's of `tests/chaos/two_nodes.sh`."""
+    """Joins the namespaces of `process`, such as a host's of `tests/nightly/chaos/two_nodes.sh`."""
     own, its = ([os.readlink(f"/proc/{p}/ns/{name}") for name in NAMESPACES] for p in ("self", process))
     flags = sum(flag for flag, a, b in zip(NAMESPACES.values(), own, its, strict=True) if a != b)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -37,7 +37,7 @@ def data(tmp_path_factory):
 def scored(folder, **env):
     """Lets stock lmms-eval score the model; the process."""
     variables = {"HF_HOME": folder / "cache", "HF_HUB_DISABLE_XET": 1, "HOME": folder, "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", **env}
+    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", **env}
     command = [sys.executable, table_benchmarks.__file__, str(folder / "output")]
     return subprocess.run(command, cwd=folder, env=only(**variables), capture_output=True, text=True, timeout=900)
 

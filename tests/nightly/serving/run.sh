@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serves a quickstart's checkpoints by vLLM on the CPU and compares its answers to
 # the held-out questions with ours:
-#   bash tests/serving/run.sh [flags]
+#   bash tests/nightly/serving/run.sh [flags]
 #   --checkpoints DIR               a quickstart's folder (default:
 #                                   outputs/quickstart)
 #   --data DIR                      its prepared pictures (default:
@@ -21,8 +21,8 @@
 # 3.11 or 3.12). LLAVA_PYTHON works as in all scripts.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
-readonly REQUIREMENTS=tests/serving/requirements.txt
+source "$(dirname "${BASH_SOURCE[0]}")/../../../scripts/lib.sh"
+readonly REQUIREMENTS=tests/nightly/serving/requirements.txt
 : "${SERVING_VENV:=.venv-serving}" "${PYTHON:=python3}"
 
 # vLLM's environment, made once; this package is installed beside it, without what it needs for training.
@@ -56,4 +56,4 @@ mend_packages() { # site-packages
 ensure_environment
 ensure_serving
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec "$PYTHON_BIN" tests/serving/compare.py --vllm "$SERVING_VENV/bin/vllm" "$@"
+exec "$PYTHON_BIN" tests/nightly/serving/compare.py --vllm "$SERVING_VENV/bin/vllm" "$@"

@@ -1,4 +1,4 @@
-"""The faults of `tests/chaos/run.sh`: each starts the real scripts, breaks something, starts again, compares weights.
+"""The faults of `tests/nightly/chaos/run.sh`: each starts real scripts, breaks something, starts again.
 
 Every fault says how the first start is broken, what must be printed, and what is done before the second start, which
 is the same command. Lost steps are those that are computed twice. What must be printed is quoted whole, with `...` for

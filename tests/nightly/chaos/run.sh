@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Injects every fault that training promises to survive, on one and two CPU ranks with a tiny model, and prints a table:
-#   bash tests/chaos/run.sh [names of faults]
+#   bash tests/nightly/chaos/run.sh [names of faults]
 # LLAVA_PYTHON works as in all scripts. Exits with 1 if a row is not as promised.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../../scripts/lib.sh"
 ensure_environment
 LLAVA_PYTHON=$(command -v "$PYTHON_BIN")
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 export LLAVA_PYTHON WORK DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH="$ROOT:$ROOT/tests:$ROOT/tests/support${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$ROOT:$ROOT/tests/nightly:$ROOT/tests/helpers${PYTHONPATH:+:$PYTHONPATH}"
 mkdir "$WORK/small"
 # The disk that gets full is a small one, if the machine lets us mount it, inside a namespace that ends with us.
 if unshare --mount --map-root-user mount -t tmpfs tmpfs "$WORK/small" 2>/dev/null; then

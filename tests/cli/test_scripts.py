@@ -52,7 +52,7 @@ LORA = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_r
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(count, tool_path, tmp_path):
-    """What the trainer then chooses for `auto` is tested in tests/unit/test_auto.py."""
+    """What the trainer then chooses for `auto` is tested in tests/train/test_auto.py."""
     path = tool_path("nvidia-smi", f'for i in $(seq {count}); do echo "GPU $i: x"; done')
 
     def check(preset, stage, lora):

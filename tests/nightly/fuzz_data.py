@@ -1,7 +1,7 @@
 """Fuzz targets over records and pictures: files go all the way to samples and batches.
 
-    python tests/fuzz_data.py --target bytes --seconds 600 --seed 1
-    python tests/fuzz_data.py --target keys --seconds 600 --seed 1
+    python tests/nightly/fuzz_data.py --target bytes --seconds 600 --seed 1
+    python tests/nightly/fuzz_data.py --target keys --seconds 600 --seed 1
 
 A case of `bytes` changes a few bytes of a JSON, JSONL, Parquet, zip or picture file, reads it, preflights it, and makes
 samples of what was let through. A case of `keys` writes records with misspelt, missing, moved and further keys and
@@ -43,7 +43,7 @@ from llava.data.records import RecordTable, load_records
 from llava.mm_utils import process_images
 from llava.utils import digests
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # so that it also runs as a file
 from tiny_models import byte_tokenizer
 
 _LONGEST_CASE = 20.0  # seconds

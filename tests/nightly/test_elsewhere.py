@@ -74,7 +74,7 @@ def run_recipe(site: Path, tool: str, family: str, folder: Path, argv: list, out
     env = os.environ | {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "USE_HF": "1"}
     env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(folder / "cache")} | variables
-    command = [python_of(tool), ROOT / "tests/support/train_elsewhere.py", folder / "job.json"]
+    command = [python_of(tool), ROOT / "tests/helpers/train_elsewhere.py", folder / "job.json"]
     result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     told = json.loads((folder / "result.json").read_text())
