@@ -1,4 +1,4 @@
-"""A Python that has imported the trainer and loaded DeepSpeed's C++ ops: both take longer than a tiny model's steps.
+"""A Python that has imported the trainer and loaded DeepSpeed's CPU Adam: both take longer than a tiny model's steps.
 
 `warm_python()` is a program that takes a script, `-m` or `-c` as `python` does. It hands its words, environment, folder
 and streams to a server, which forks a process that runs them. The program passes signals on to that process and ends as
@@ -73,22 +73,21 @@ def warm_python() -> Path:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def load_ops() -> None:
-    """Both ops that CPU ranks use; for each of them DeepSpeed measures the processor, with a second's pause, twice."""
+def load_op() -> None:
+    """The op that CPU ranks use; for it DeepSpeed measures the processor, with a second's pause, twice."""
     import cpuinfo
     from deepspeed.accelerator import get_accelerator
 
     release_left()  # of an interrupted run of the tests, whose server was killed
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
-        get_accelerator().create_op_builder(name).load()
+    get_accelerator().create_op_builder("CPUAdamBuilder").load()
 
 
 def main(file: int) -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, which DeepSpeed's engine imports, and that the compiler
     import train_in_turn  # noqa: F401, which imports the trainer
 
-    load_ops()
+    load_op()
     gc.freeze()  # memory that no collection touches stays shared with the forks
     with socket.socket(fileno=file) as listener:
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
