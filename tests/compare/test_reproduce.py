@@ -53,16 +53,14 @@ def hub(tiny, tmp_path):
             repository = MODELS[name]
             files = files_in(tiny / source) | {"pytorch_model.bin": b"not needed"}
             gated = name == "Qwen2.5-7B"
-            hub.models[repository] = hub_server.Repository(
-                repository, public=True, gated=gated, branches={"main": files}
-            )
+            hub.models[repository] = hub_server.Repository(repository, files, gated)
         llava = files_in(Path(vision_language_models.saved_llava(tiny, tmp_path / "llava")))
         names = [MODELS["LLaVA-1.5"], *BENCHMARKS]
         shard = benchmark_shard()
         contents = [llava, {"en/dev-00.parquet": shard, "cn/dev-00.parquet": b"not needed"}]
         contents += [{"data/test-00.parquet": shard}, {"mmstar.parquet": shard}]
         for name, files in zip(names, contents, strict=True):
-            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": files})
+            hub.models[name] = hub_server.Repository(name, files)
         yield hub
 
 

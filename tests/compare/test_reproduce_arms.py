@@ -56,12 +56,12 @@ def hub(tmp_path, monkeypatch):
     with hub_server.serve() as hub:
         weights = {"model.safetensors": Large()}
         for name in {*MODELS.values(), *OF_PRESETS}:
-            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": dict(weights)})
+            hub.models[name] = hub_server.Repository(name, dict(weights))
         files = ("en/dev-0.parquet", "data/a.parquet", "a.parquet")
         data = dict(zip(BENCHMARKS, files, strict=True))
         data |= {SOURCES[name].repository: file for name, file in DATA.items()}
         for name, file in data.items():
-            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": {file: Large()}})
+            hub.models[name] = hub_server.Repository(name, {file: Large()})
         hub_server.use(hub, monkeypatch)
         yield hub
 

@@ -49,7 +49,7 @@ def hub(data):
         for readme in data.rglob("README.md"):
             name = readme.parent.relative_to(data).as_posix()
             files = {str(f.relative_to(readme.parent)): f.read_bytes() for f in readme.parent.rglob("*") if f.is_file()}
-            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": files})
+            hub.models[name] = hub_server.Repository(name, files)
         yield hub
 
 
