@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from messages import is_quoted
+from paths import ROOT
 from safetensors.torch import load_file
 from tiny_models import write_tiny
 
-ROOT = Path(__file__).parent.parent.parent
 WORK = Path(os.environ.get("WORK", ""))  # set by run.sh
 STEPS, SAVE_STEPS = 8, 3
 # The hang's own limit, and an epsilon that keeps Adam from blowing up rounding noise where numbers of ranks differ.
