@@ -114,7 +114,8 @@ def log_next_step(trainer: LLaVATrainer, folder: Path, norm: str) -> None:
         logger.info("stage 1 is done, projector and norm are in %s", adapter)
         logger.info("next, stage 2, with your other settings: %s bash scripts/finetune.sh", settings)
     elif has_lora(trainer.model):
-        merge = f"{shlex.quote(sys.executable)} -m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
+        merge = f"-m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
+        merge = f"{shlex.quote(sys.executable)} {merge}"
         logger.info("the adapters are in %s; next, merged with their base: %s", folder, merge)
     else:
         logger.info("the model is in %s; next, its scores: bash scripts/evaluate.sh %s", folder, path)
