@@ -82,8 +82,7 @@ class ModelArguments(ProjectorNormArguments):
     plugin: list[str] = dataclasses.field(
         default_factory=list,
         metadata={
-            "help": "Python files that register your own norm, projector, tower or decoder (docs/models.md), joined by "
-            "commas; they are executed before the other flags are parsed. May be given several times.",
+            "help": "Python files with your own norm, projector, tower or decoder (docs/models.md), joined by commas.",
             "action": "extend",
         },
     )
@@ -99,8 +98,7 @@ class ModelArguments(ProjectorNormArguments):
     unfreeze_mm_vision_tower: bool = flag(False, "Train the vision tower too.")
     mm_tunable_parts: str | None = flag(
         None,
-        "Exactly what is trained, in place of the four flags above: mm_vision_tower, mm_mlp_adapter and "
-        "mm_language_model, joined by commas.",
+        "What is trained, in place of these four flags: mm_vision_tower, mm_mlp_adapter, mm_language_model, by commas.",
     )
     vision_tower: str | None = flag(None, "Vision encoder (kinds: docs/models.md): local folder or hub id.")
     mm_vision_select_layer: int = flag(
@@ -114,13 +112,13 @@ class ModelArguments(ProjectorNormArguments):
     )
     mm_projector_type: str = flag(
         "mlp2x_gelu",
-        "Projector: linear, identity, mlp<N>x_gelu, pixel_shuffle_2x_mlp2x_gelu (2 x 2 patches to a token), or "
+        "linear, identity, mlp<N>x_gelu, pixel_shuffle_2x_mlp2x_gelu (2 x 2 patches to a token), "
         "pre_layernorm_mlp2x_gelu (normalizes the tower's output first).",
     )
     mm_patch_merge_type: str = flag(
         "flat",
-        "Layout of an image's crops: flat (one after another) or spatial_unpad (the whole image, then the rows of the "
-        "grid without padding, with a learned image_newline at each row's end).",
+        "An image's crops: flat (one after another) or spatial_unpad (rows of the grid without padding, each with a "
+        "learned image_newline).",
     )
     mm_use_im_start_end: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
     mm_use_im_patch_token: bool = flag(False, "Accepted for LLaVA's scripts; must be False.")
@@ -136,37 +134,34 @@ class DataArguments:
 
     data_path: str | None = flag(
         None,
-        "Records in LLaVA's form or chat messages: .json, .jsonl or .parquet files, joined by commas, a pattern or a "
-        "folder, or a .yaml that mixes such data sets (docs/data.md).",
+        "Records: .json, .jsonl or .parquet files, joined by commas, a pattern, a folder, or a .yaml that mixes data "
+        "sets (docs/data.md).",
     )
     image_folder: str | None = flag(
         None,
-        "Folder or zip file that the records' image paths start from, except those of Parquet rows that hold their "
-        "images and of a mixture's data sets that name their own.",
+        "Folder or zip file that the records' image paths start from, where a mixture's data set names none.",
     )
     eval_data_path: str | None = flag(
         None,
-        "Held-out records, in the forms that --data_path takes; needs --eval_strategy. Their loss is logged as "
-        "eval/loss, and by modality as eval/loss_text and eval/loss_image.",
+        "Held-out records, as --data_path; needs --eval_strategy. Logs eval/loss, eval/loss_text, eval/loss_image.",
     )
     eval_image_folder: str | None = flag(
         None, "Where the held-out records' image paths start from; default --image_folder."
     )
     on_bad_record: Literal["error", "skip"] = flag(
         "error",
-        "Unusable records, which are detected before the first step: error refuses to train; skip leaves them out, "
-        "without replacement, and writes them to quarantine.jsonl in --output_dir. A picture that proves "
-        "damaged only when it is decoded ends the run (error), or its sample is not learnt (skip).",
+        "Unusable records, found before the first step: error refuses to train; skip leaves them out and lists them in "
+        "quarantine.jsonl. A picture found damaged later ends the run (error), or its sample is not learnt (skip).",
     )
     data_cache_dir: str | None = flag(
         None,
-        "Where converted records, results of checks and measured lengths are kept; default .llava_cache beside the "
-        "data, or ~/.cache/llava/data if that is not writable.",
+        "Where converted records, checks and lengths are kept; default .llava_cache beside the data, or else "
+        "~/.cache/llava/data.",
     )
     image_aspect_ratio: str = flag(
         "square",
-        "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first; anyres: the "
-        "whole image and the crops of a grid that fits it; anyres_max_N: with at most about N crops' tokens.",
+        "square: resize to the tower's size (CLIP: resize and crop); pad: pad to a square first; anyres: the whole "
+        "image and the crops of a grid that fits it; anyres_max_N: with at most about N crops' tokens.",
     )
     image_orientation: Literal["stored", "exif"] = flag(
         "stored", "Images as their files store them (as in LLaVA), or upright by EXIF; inference does the same."
@@ -208,13 +203,12 @@ class TrainingArguments(transformers.TrainingArguments):
     group_by_modality_length: bool = flag(False, "Global batches of one modality and similar length.")
     length_group_window: int = flag(
         1,
-        "With --group_by_modality_length: pair the samples of this many global batches, the longest with the shortest, "
-        "and batch pairs of similar length, which keeps ranks equally busy. 1, as in LLaVA: random samples.",
+        "With --group_by_modality_length: over this many global batches, pair the longest sample with the shortest, "
+        "which keeps ranks equally busy. 1, as in LLaVA: random samples.",
     )
     loss_reduction: Literal["token_mean", "micro_batch_mean"] = flag(
         "token_mean",
-        "Mean over the targets of the whole step, or of the means of LLaVA's micro-batches, as upstream with gradient "
-        "accumulation. The latter not with --max_tokens_per_micro_batch.",
+        "Mean over the targets of the whole step, or of the means of micro-batches, as LLaVA with accumulation.",
     )
 
     # --- LoRA ---
@@ -232,8 +226,8 @@ class TrainingArguments(transformers.TrainingArguments):
     # --- micro-batches, kernels, recomputation, and what a rank waits for ---
     activation_checkpointing: str | None = flag(
         None,
-        "Recompute activations instead of keeping them: auto (default; as few decoder layers as the memory estimate "
-        "needs), True (every layer), False, or a number of decoder layers.",
+        "Recompute activations: auto (default; as few decoder layers as the memory estimate needs), True, False, or a "
+        "number of decoder layers.",
         nargs="?",
         const="True",
     )
@@ -242,30 +236,29 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     use_liger_kernel: str = flag(
         "False",
-        "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, package "
-        "liger-kernel): True, False, or auto (where they can run).",
+        "Liger's fused kernels in the language model (NVIDIA GPUs, package liger-kernel): True, False, or auto (where "
+        "they can run).",
         nargs="?",
         const="True",
     )
     remove_unused_columns: bool = flag(False, "Must stay False: the collator names its fields.")
     padding_free: bool = flag(
         True,
-        "Run a micro-batch as one row without padding, with micro-batches of even length; False pads them and assigns "
-        "samples to ranks as LLaVA does. Loss and gradients are the same.",
+        "Micro-batches as one row without padding, of even length; False pads them and assigns samples to ranks as "
+        "LLaVA does. Loss and gradients are the same.",
     )
     max_tokens_per_micro_batch: str | None = flag(
         None,
-        "With --padding_free: a step takes as few micro-batches of at most so many tokens as possible, the same number "
-        "on all ranks, in place of --gradient_accumulation_steps; its samples stay the same. auto, with --deepspeed "
-        "auto: by the memory estimate. A CPU takes 2048, which is faster there.",
+        "With --padding_free: compute a step's samples in as few micro-batches of so many tokens as possible, in place "
+        "of --gradient_accumulation_steps. auto, with --deepspeed auto: by the memory estimate. On a CPU 2048.",
     )
     hang_timeout: float = flag(
         1800.0, "Seconds without progress after which a rank reports where it hangs and ends the run; 0: never."
     )
     compile_layers: str = flag(
         "auto",
-        "Compile layers with torch.compile, once for all lengths: True (language model and tower), tower (it alone, "
-        "beside Liger's kernels), False, or auto (tower on a GPU, where it can be compiled). Not with ZeRO-3.",
+        "Run the vision tower's layers compiled by torch.compile: True, False, or auto (on a GPU, where they can be "
+        "compiled). Not with ZeRO-3.",
         nargs="?",
         const="True",
     )
@@ -283,8 +276,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     profile_steps: str | None = flag(
         None,
-        "Steps to profile on rank 0, FIRST:LAST, counted from 1 over the whole run: a trace and a table of kernels, in "
-        "the folder profile of --output_dir.",
+        "Steps to profile on rank 0, FIRST:LAST from 1: a trace and a table of kernels, in profile of --output_dir.",
     )
 
     def __post_init__(self):
@@ -309,15 +301,11 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         newer = "auto" if older is newer is None else older if newer is None else newer
         # From here on these hold a choice; as fields they hold the text from which the parser makes flags.
-        # pyrefly: ignore[bad-assignment]
-        self.activation_checkpointing = choice("activation_checkpointing", newer, "auto", counts=True)
-        # pyrefly: ignore[bad-assignment]
-        self.use_liger_kernel = choice("use_liger_kernel", self.use_liger_kernel, "auto")
-        # pyrefly: ignore[bad-assignment]
-        self.compile_layers = choice("compile_layers", self.compile_layers, "auto", "tower")
+        choices: dict[str, Any] = {"activation_checkpointing": choice("activation_checkpointing", newer, counts=True)}
+        choices |= {name: choice(name, getattr(self, name)) for name in ("use_liger_kernel", "compile_layers")}
         if (cap := self.max_tokens_per_micro_batch) not in (None, "auto"):
-            # pyrefly: ignore[bad-assignment]
-            self.max_tokens_per_micro_batch = int(cap)
+            choices["max_tokens_per_micro_batch"] = int(cap)
+        vars(self).update(choices)
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
@@ -330,18 +318,14 @@ class TrainingArguments(transformers.TrainingArguments):
         super().__post_init__()
 
 
-def choice(flag: str, value: Any, *names: str, counts: bool = False) -> bool | int | str:
-    """The value of `--<flag>` as True, False, one of `names` or, with `counts`, a number of layers.
-
-    Raises:
-        ValueError: the value is none of these.
-    """
+def choice(flag: str, value: Any, counts: bool = False) -> bool | int | str:
+    """The value of `--<flag>` as True, False, `auto` or, with `counts`, a number; ValueError if it is none of these."""
     text = str(value).lower()
     if counts and text.isdecimal():
         return int(text) or False
-    choices = {name: name for name in names} | {"true": True, "1": True, "false": False, "0": False}
+    choices: dict[str, bool | str] = {"auto": "auto", "true": True, "1": True, "false": False, "0": False}
     if text not in choices:
-        expected = ", ".join([*names, *["a number of decoder layers"] * counts])
+        expected = "auto, a number of decoder layers" if counts else "auto"
         raise ValueError(f"--{flag}: expected {expected}, True or False; found {value!r}")
     return choices[text]
 
@@ -369,8 +353,7 @@ class FlagParser(Parser, HfArgumentParser):
             (ModelArguments, DataArguments, TrainingArguments),
             prog=program_name("llava.train.train"),
             usage="%(prog)s --FLAG VALUE ...",
-            description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True. Hyphens stand for "
-            "underscores. docs/flags.md describes this tree's own flags, the library's pages the others.",
+            description="Trains a LLaVA, stage 1 or 2. A switch --x alone means True; hyphens stand for underscores.",
             allow_abbrev=False,
         )
 
@@ -378,11 +361,7 @@ class FlagParser(Parser, HfArgumentParser):
 def read_flags(argv: list[str], **defaults: Any) -> argparse.Namespace:
     """The flags as text and numbers; ends the process with one line if a flag is unknown or not taken.
 
-    Plug-ins are loaded first, so that flags may name their parts.
-
-    Args:
-        argv: the flags.
-        defaults: values of flags that `argv` does not give.
+    Plug-ins are loaded first, so that flags may name their parts. `defaults` stand for flags that `argv` leaves out.
     """
     parser = FlagParser()
     parser.set_defaults(**defaults)

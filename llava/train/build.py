@@ -68,8 +68,7 @@ def build_model(
     frozen_dtype, _, large_dtype = weight_dtypes(training_args)
     attention = model_args.attn_implementation
     if training_args.padding_free:
-        compiled = training_args.compile_layers is True
-        attention = packed_attention(attention, training_args.device, frozen_dtype, compiled=compiled)
+        attention = packed_attention(attention, training_args.device, frozen_dtype)
     if training_args.mm_vision_tower_lr is not None and VISION_TOWER not in parts:
         logger.warning("--mm_vision_tower_lr has no effect: the vision tower is not trained; leave it out")
     model = load_language_model(
@@ -171,11 +170,7 @@ def build_trainer(
     eval_records: RecordTable | None = None,
     **options: Any,
 ) -> LLaVATrainer:
-    """The trainer on `records`; `options` are those of `LLaVATrainer`.
-
-    Args:
-        eval_records: records whose loss is measured.
-    """
+    """The trainer on `records`, which measures the loss of `eval_records`; `options` are those of `LLaVATrainer`."""
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = tokenizer or training_tokenizer(path, max_length, training_args.cache_dir)
     warn_of_split_markers(model_args.version, tokenizer)

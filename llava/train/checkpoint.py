@@ -97,10 +97,6 @@ class CheckpointMarker(TrainerCallback):
     """Marks each checkpoint that the library has written, and then removes those that are not kept.
 
     The library would remove them before the marker is there; a kill in between would leave no checkpoint.
-
-    Args:
-        args: the flags, with `save_total_limit`.
-        settings: what `resume.json` holds.
     """
 
     def __init__(self, args: TrainingArguments, settings: Settings):

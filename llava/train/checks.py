@@ -29,6 +29,10 @@ QUARANTINE = "quarantine.jsonl"
 EVAL_IMAGES = "--eval_image_folder"
 # Flags that the preflight takes too.
 _PREFLIGHT = ("data_path", "image_folder", "data_cache_dir", "label_masking", "image_orientation")
+_POSITIVE = (
+    "length_group_window", "max_tokens_per_micro_batch", "model_max_length", "lora_r", "lora_alpha",
+    "per_device_eval_batch_size",
+)  # fmt: skip
 
 
 def check_flags(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
@@ -55,7 +59,7 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
 
     if (cap := args.max_tokens_per_micro_batch) == "auto":
         yield "--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number"
-    for flag in ("length_group_window", "max_tokens_per_micro_batch", "model_max_length", "lora_r", "lora_alpha"):
+    for flag in _POSITIVE:
         if (value := getattr(args, flag)) is not None and value < 1:
             yield f"--{flag}: expected a positive number, found {value}"
     if cap and not args.padding_free:
@@ -104,11 +108,7 @@ def checked_records(
 ) -> tuple[RecordTable, Callable[[Path], None]]:
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
-    Args:
-        version: the template's name.
-        data_args, training_args: the flags.
-        data_from: the flag that gave the records, as messages name it.
-        images_from: the `setting` of `image_store`.
+    Messages name the flags `data_from` and `images_from`.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.

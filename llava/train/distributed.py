@@ -69,12 +69,8 @@ def use_gloo_backend() -> None:
 def check_nodes(inputs: list[str], output_dir: str) -> None:
     """Compares what the nodes of a run have; every rank must call, before a model is loaded.
 
-    Args:
-        inputs: paths that every node should see.
-        output_dir: the folder that the nodes must share.
-
     Raises:
-        ValueError: versions, the tree's commit, inputs or the output folder differ from rank 0's.
+        ValueError: versions, the tree's commit, one of the paths `inputs`, or the shared output folder differ.
     """
     host = socket.gethostname()
     if len(set(gather_object([host]))) == 1:

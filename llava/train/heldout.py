@@ -8,9 +8,8 @@ collectives meet.
 Logged keys: `eval/loss`, `eval/loss_image`, `eval/loss_text`, `eval/seconds`.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +52,8 @@ def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments)
     schedule = SchedulerType(training_args.lr_scheduler_type).value
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
-            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take one that follows "
-            "the steps, such as cosine"
+            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"
         )
-    if (size := training_args.per_device_eval_batch_size) < 1:
-        raise ValueError(f"--per_device_eval_batch_size: expected a number of at least 1, found {size}")
 
 
 def eval_data_arguments(data_args: DataArguments) -> DataArguments:
@@ -136,27 +132,31 @@ class HeldOut:
             generator=torch.Generator(),  # the state of the training's own must not change
         )
 
+    @torch.no_grad()
     def totals(
         self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], bool] = lambda: False
     ) -> torch.Tensor | None:
         """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2]; None if stopped.
 
         Args:
-            model: the model in evaluation mode, as the training wraps it.
+            model: as the training wraps it; it computes without dropout.
             prepare: brings a batch to its device.
             at_batch: is called before every micro-batch and must return the same on all ranks; True stops.
         """
         totals = torch.zeros(len(MODALITIES), 2, dtype=torch.float64, device=self.device)
+        training, stopped = model.training, False
+        model.eval()
         with progress(len(self.parts), "evaluating", "micro-batches", hidden=not self.is_first) as bar:
             for part, batch in zip(self.parts, self.loader, strict=True):
-                if at_batch():
-                    return None
+                if stopped := at_batch():
+                    break
                 del batch["indices"]
                 own = totals[MODALITIES.index(part.modality)]
                 own[1] += len(batch["layout"].targets)
                 own[0] += model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss  # the host does not wait
                 bar.update()
-        return totals
+        model.train(training)
+        return None if stopped else totals
 
     def metrics(self, totals: torch.Tensor) -> dict[str, float]:
         """Mean losses by name, of `totals` summed over all ranks; ValueError if no sample has a target."""
@@ -169,18 +169,3 @@ class HeldOut:
         parts = zip(MODALITIES, totals.tolist(), strict=True)
         means = {f"eval_loss_{name}": own / count for name, (own, count) in parts if count}
         return {"eval_loss": loss / targets} | means
-
-
-# --- the model in evaluation mode -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout and gradients."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

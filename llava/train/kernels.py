@@ -1,7 +1,6 @@
-"""Fused and compiled kernels: Liger's in the decoder (NVIDIA GPUs), and torch.compile for whole layers.
+"""Faster kernels on NVIDIA GPUs: Liger's in the decoder, and torch.compile for the vision tower's layers.
 
-Liger fuses RMSNorm, gated MLP and rotary embedding. A kind of layer is compiled once, for any number of tokens: the
-tower's alone, beside Liger's kernels in the decoder, or the decoder's too.
+Liger fuses RMSNorm, gated MLP and rotary embedding. A kind of layer is compiled once, for any number of tokens.
 """
 
 import inspect
@@ -56,32 +55,26 @@ def check_kernels(args: Any) -> None:
             "--use_liger_kernel True needs an NVIDIA GPU, liger-kernel (EXTRAS=liger bash scripts/setup.sh), a C "
             "compiler (CC, gcc, clang) and Python's header files (python3-dev); leave it out"
         )
-    if args.compile_layers is True and args.use_liger_kernel is True:
+    if args.compile_layers is True and is_deepspeed_zero3_enabled():
         raise ValueError(
-            "--compile_layers True and --use_liger_kernel True both fuse the decoder's kernels; pass one of them, or "
-            "--compile_layers tower"
-        )
-    if args.compile_layers in (True, "tower") and is_deepspeed_zero3_enabled():
-        raise ValueError(
-            f"--compile_layers {args.compile_layers}: ZeRO-3 gathers weights module by module, so that a layer cannot "
-            "be compiled; use deepspeed_configs/zero2.json or leave the flag out"
+            "--compile_layers True: ZeRO-3 gathers weights module by module, so that a layer cannot be compiled; use "
+            "deepspeed_configs/zero2.json or leave the flag out"
         )
 
 
 def decide_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
     """Replaces `--use_liger_kernel auto` by whether the kernels run here, for the family of `model`."""
     if args.use_liger_kernel == "auto":
-        args.use_liger_kernel = args.compile_layers is not True and liger_runs() and _liger_function(model) is not None
+        args.use_liger_kernel = liger_runs() and _liger_function(model) is not None
 
 
 def set_up_kernels(model: LlavaMetaForCausalLM, args: Any) -> None:
-    """Compiles layers and applies Liger's kernels as the flags say, and replaces `auto` by the decision."""
+    """Compiles the tower and applies Liger's kernels as the flags say, and replaces `auto` by the decision."""
     if args.compile_layers == "auto":
         compiles = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
-        args.compile_layers = "tower" if compiles and not is_deepspeed_zero3_enabled() else False
+        args.compile_layers = compiles and not is_deepspeed_zero3_enabled()
     if args.compile_layers:
-        decoder = model.get_model()
-        compile_layers([*decoder.vision_tower.layers, *(() if args.compile_layers == "tower" else decoder.layers)])
+        compile_layers(model.get_model().vision_tower.layers)
     decide_liger(model, args)
     if args.use_liger_kernel:
         refuse_shared_variable("TRITON_CACHE_DIR")

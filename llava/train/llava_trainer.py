@@ -42,7 +42,7 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, evaluating
+from llava.train.heldout import HeldOut
 from llava.train.optim import (
     MasterWeights,
     keeps_masters,
@@ -338,6 +338,8 @@ class LLaVATrainer(Trainer):
         step, heldout, best = self.state.global_step, self.heldout, self.flags.metric_for_best_model
         if heldout is None or step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
+        if self.args.device.type != "cpu":
+            torch.accelerator.synchronize(self.args.device)  # work that is still running belongs to training
         start = time.perf_counter()
         self.probe.active = False  # only training is measured
         # What the library compares of a step that is not measured or not saved, and so cannot be loaded again.
@@ -347,8 +349,8 @@ class LLaVATrainer(Trainer):
             self.watchdog.enter("evaluating", step)
             return self.stop_signal.agreed()
 
-        with self.throughput.paused(), evaluating(self.model_wrapped):
-            totals = heldout.totals(self.model_wrapped, self.on_device, at_batch)
+        totals = heldout.totals(self.model_wrapped, self.on_device, at_batch)
+        self.throughput.start += time.perf_counter() - start  # no rate counts it
         if totals is None:
             logger.warning("skipped the evaluation after step %d: a signal arrived", step)
             self.control.should_evaluate = False  # or the end of the epoch would ask again

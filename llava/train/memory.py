@@ -79,16 +79,13 @@ class MemoryEstimate:
 def estimate_memory(
     model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
 ) -> MemoryEstimate:
-    """The estimate for a model whose `requires_grad` is set.
+    """The estimate for a model whose `requires_grad` is set, and micro-batches of up to T `tokens`.
 
-    Args:
-        model: the model, with its vision tower.
-        args: the training arguments (DeepSpeed, precision, optimizer).
-        tokens: T, the tokens of the largest micro-batch.
-        crops_per_token: the most crops per token of any sample; None if every picture has one crop.
+    `crops_per_token` is the largest of any sample; None if every picture has one crop.
     """
     decoder, tower = model.get_model(), model.get_model().vision_tower
-    width, residual = decoder.config.hidden_size, decoder.embed_tokens.weight.element_size()
+    width = decoder.config.hidden_size
+    residual = decoder.embed_tokens.weight.element_size()  # bytes per element of the residual stream
     matmul = 2 if args.bf16 or args.fp16 else residual  # bytes per element of the operands of matrix products
     visual = model.crop_rules().tokens_per_crop
     images = max(1, tokens // visual if crops_per_token is None else math.ceil(tokens * crops_per_token))
@@ -146,14 +143,9 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
 
 
 def _decoder_layer_bytes(model: LlavaMetaForCausalLM, tokens: int, residual: int, matmul: int, args: Any) -> int:
-    """Bytes per token that autograd keeps for one layer.
-
-    Args:
-        residual, matmul: bytes per element of the residual stream, and of the operands of matrix products.
-        args: the device, and whether Liger's kernels run, which keep less.
-    """
-    config, layer = model.config, model.get_model().layers[0]
-    backend, fused = config._attn_implementation, args.use_liger_kernel
+    """Bytes per token that autograd keeps for one layer; `residual` and `matmul` as in `estimate_memory`."""
+    config, layer, backend = model.config, model.get_model().layers[0], model.config._attn_implementation
+    fused = args.use_liger_kernel  # Liger's kernels keep less
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -166,20 +158,17 @@ def _decoder_layer_bytes(model: LlavaMetaForCausalLM, tokens: int, residual: int
     trained = any(norm.weight.requires_grad for norm in norms.values())
     of_heads = {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
 
-    kept = sum(
-        of_heads.get(name, width)
-        # RMSNorm in PyTorch computes in fp32, and keeps what it multiplies with a trained weight.
-        * (residual if fused or isinstance(norm, nn.LayerNorm) else 4 + residual * trained)
-        for name, norm in norms.items()
-    )
+    kept = 0
+    for name, norm in norms.items():  # RMSNorm in PyTorch computes in fp32, and keeps what a trained weight multiplies
+        own = residual if fused or isinstance(norm, nn.LayerNorm) else 4 + residual * trained
+        kept += of_heads.get(name, width) * own
     # Values in one product with the others are a view of all three, which keeps all beside the rotated ones.
     kept += matmul * (queries + keys) * (3 if hasattr(layer.self_attn, "qkv_proj") else 2)
     # Gate, its activation, and what the gate multiplies; Liger recomputes the activation.
     kept += matmul * mlp * ((2 if fused else 3) if gated else 1)
-    if any(
-        is_adapter(name) for name, _ in layer.named_parameters()
-    ):  # each adapter has its own dropout: the dropped-out value and a mask
-        dropped = max(matmul, next((p.element_size() for p in layer.parameters() if p.requires_grad), 0))
+    adapters = [p for name, p in layer.named_parameters() if is_adapter(name)]
+    if adapters:  # each has its own dropout: the dropped-out value and a mask
+        dropped = max(matmul, adapters[0].element_size())
         kept += fed * (dropped + (1 if args.device.type == "cuda" else dropped))
     elif trained:
         # Products after a norm share its output; autocast makes a copy for each.
@@ -212,8 +201,7 @@ def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.devi
 def layers_to_recompute(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> int:
     """The number of decoder layers, from the first, that recompute; with all of them the tower's do so too.
 
-    Args:
-        requested: True, False, a number, or `auto`: as few as bring the total below `budget` bytes, or else all.
+    `auto` takes as few as bring the total below `budget` bytes, or else all.
 
     Raises:
         ValueError: the decoder has fewer layers than requested.
@@ -303,20 +291,18 @@ def resolve_auto(argv: list[str]) -> list[str]:
         raise ValueError("--deepspeed auto with one rank: several GPUs are visible; set CUDA_VISIBLE_DEVICES to one")
     for name in ranks if alone else ():
         del os.environ[name]
-    plain = "" if alone else ZERO_2
-    parsed: Any = parse_flags([*argv, "--deepspeed", plain])
+    parsed: Any = parse_flags([*argv, "--deepspeed", "" if alone else ZERO_2])
     model_args, _, args = parsed
-    by_memory = args.max_tokens_per_micro_batch == AUTO
+    # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
+    tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
     budget = min(gather_object([memory_budget(args.device, 0)]))
     model = planned_model(model_args, args)  # in 16 bits, whatever --bits
     decide_liger(model, args)
-    # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
-    tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
-    choice = choose(model, args, budget, None if by_memory else tokens)
+    choice = choose(model, args, budget, None if tokens == AUTO else tokens)
     if alone and choice.zero:
         os.environ.update(ranks)
     flags = ["--deepspeed", choice.zero]
-    flags += ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
+    flags += ["--max_tokens_per_micro_batch", str(choice.tokens)] if tokens == AUTO else []
     if args.process_index == 0:
         print(
             f"--deepspeed auto: {shlex.join(flags)}, which takes {choice.needed / 2**30:.2f} of {budget / 2**30:.2f} "
@@ -329,13 +315,8 @@ def resolve_auto(argv: list[str]) -> list[str]:
 def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
     """The first candidate that fits into `budget` bytes of each device; the last, which saves most, if none does.
 
-    A micro-batch is as large as fits without recomputation; with it, as large as the longest sample.
-
-    Args:
-        model: the model with `requires_grad` set; it needs no weights.
-        args: the training arguments; their `deepspeed` does not count.
-        budget: bytes that a rank may take.
-        tokens: of the largest micro-batch; None chooses them, at least those of the longest sample.
+    The model needs no weights. Without `tokens`, a micro-batch is as large as fits without recomputation; with it, as
+    large as the longest sample.
     """
     longest, several = args.model_max_length, args.world_size > 1
     sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)

@@ -110,13 +110,7 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
 
 
 def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArguments) -> list[dict[str, Any]]:
-    """Parameter groups by part and weight decay, each logged with its size.
-
-    Args:
-        model: the model, with `requires_grad` set.
-        decay_names: names of the parameters to which weight decay applies.
-        args: the training arguments: `learning_rate`, `mm_projector_lr`, `mm_vision_tower_lr`, `weight_decay`.
-    """
+    """Trained parameters by part and weight decay, which applies to `decay_names`; logs each group with its size."""
     own = {ADAPTER: args.mm_projector_lr, VISION_TOWER: args.mm_vision_tower_lr}
     members: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -135,11 +129,8 @@ def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArgu
 def restore_groups(optimizer: Any, lr_scheduler: Any, settings: list[dict[str, Any]]) -> None:
     """Restores every parameter group's own settings, which a universal checkpoint replaces by the first group's.
 
-    Such a checkpoint also has one shared counter of steps, which each group would count up.
-
-    Args:
-        optimizer, lr_scheduler: as Accelerate or DeepSpeed wraps them.
-        settings: those of `optimizer_groups`, without the parameters.
+    Such a checkpoint also has one shared counter of steps, which each group would count up. `settings` are those of
+    `optimizer_groups`, without the parameters.
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter, state in optimizer.state.items():
@@ -167,10 +158,7 @@ class MasterWeights:
     """Holds the fp32 masters between a model in 16 bits and its optimizer, as DeepSpeed does.
 
     Gradients are added up in fp32, the optimizer updates the masters, and each step copies the rounded masters to the
-    model.
-
-    Args:
-        parameters: the trained parameters; those in fp32 need no master.
+    model. Parameters in fp32 need no master.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
@@ -64,16 +65,15 @@ def run_settings(
 ) -> Settings:
     """What decides the numbers of a run, as JSON values. Every rank must call.
 
-    They include the held-out records if these choose the best checkpoint.
+    Those of the held-out records count if these choose the best checkpoint.
     """
     fields = [(args, f) for args in (model_args, data_args, training_args) for f in dataclasses.fields(args) if f.init]
     flags = {f.name: getattr(args, f.name) for args, f in fields if f.name[0] != "_" and decides_numbers(f.name)}
     settings = {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in flags.items()}
     settings |= {"world_size": training_args.world_size, "global_batch": global_batch_size(training_args)}
-    settings["deepspeed"] = "none"
-    if training_args.deepspeed:  # the part of its configuration that decides which states a checkpoint holds
-        stage = training_args.hf_deepspeed_config.config.get("zero_optimization", {}).get("stage", 0)
-        settings["deepspeed"] = f"ZeRO-{stage}"
+    # The part of DeepSpeed's configuration that decides which states a checkpoint holds.
+    zero = training_args.hf_deepspeed_config.config.get("zero_optimization", {}) if training_args.deepspeed else None
+    settings["deepspeed"] = "none" if zero is None else f"ZeRO-{zero.get('stage', 0)}"
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
@@ -194,7 +194,7 @@ def preloaded_libraries() -> dict[str, str]:
 def weights_digests(model: LlavaMetaForCausalLM) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
-    The cost is one reading of the weights. Under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+    Rank 0 reads the weights once, others only hand over what ZeRO-3 gathers, so that every rank must call.
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
@@ -202,8 +202,9 @@ def weights_digests(model: LlavaMetaForCausalLM) -> dict[str, str]:
     for name, parameter in model.named_parameters():
         part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
         with gathered(parameter):
-            data = parameter.detach().cpu().contiguous().reshape(-1)
-            digest = digests.setdefault(part, hashlib.sha256())
-            digest.update(f"{name} {data.dtype}\0".encode())
-            digest.update(data.view(torch.uint8).numpy().data)  # a copy would take twice as long as the sum
+            if PartialState().is_main_process:
+                data = parameter.detach().cpu().contiguous().reshape(-1)
+                digest = digests.setdefault(part, hashlib.sha256())
+                digest.update(f"{name} {data.dtype}\0".encode())
+                digest.update(data.view(torch.uint8).numpy().data)  # a copy would take twice as long as the sum
     return {part: digest.hexdigest() for part, digest in digests.items()}

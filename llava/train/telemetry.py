@@ -7,13 +7,12 @@ means over the step's batches. Both are left out if a step has no image. No rate
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size, H heads, C channels per head.
 """
 
-import contextlib
 import json
 import logging
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +204,7 @@ def flop_costs(model: LlavaMetaForCausalLM) -> Work:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inside = tower.num_inner_tokens
     per_image = tower.num_patches_per_side**2 * _product_flops(tower.patch_embedding(), passes_gradient=False)
-    per_image += inside * _linear_flops(tower.layers, passes_gradient=tower_trained)
+    per_image += inside * _product_flops(tower.layers, passes_gradient=tower_trained)
     per_image += inside**2 * 4 * tower.hidden_size * len(tower.layers) * (3 if tower_trained else 1)
     passes_gradient = tower_trained
     for layer in decoder.mm_projector.modules():
@@ -213,23 +212,23 @@ def flop_costs(model: LlavaMetaForCausalLM) -> Work:
             per_image += model.crop_rules().tokens_per_crop * _product_flops(layer, passes_gradient)
         passes_gradient = passes_gradient or any(p.requires_grad for p in layer.parameters(recurse=False))
     return Work(
-        tokens=_linear_flops(decoder.layers, passes_gradient=through),
+        tokens=_product_flops(decoder.layers, passes_gradient=through),
         pairs=4 * config.num_attention_heads * head_dim * len(decoder.layers) * (3 if through else 1),
         images=per_image,
         targets=_product_flops(model.lm_head, passes_gradient=through),
     )
 
 
-def _linear_flops(module: nn.Module, passes_gradient: bool) -> int:
-    """Operations per token of every linear layer inside `module`; whether gradients of their inputs are needed."""
-    return sum(_product_flops(m, passes_gradient) for m in module.modules() if isinstance(m, nn.Linear))
-
-
 def _product_flops(module: nn.Module, passes_gradient: bool) -> int:
-    weight = module.get_parameter("weight")  # a quantised or partitioned one has another shape
-    linear = isinstance(module, nn.Linear)
-    elements = module.in_features * module.out_features if linear else full_shape(weight).numel()
-    return 2 * elements * (1 + passes_gradient + weight.requires_grad)
+    """Operations per token of the products inside `module`; whether gradients of their inputs are needed."""
+    total = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            weight = layer.weight  # a quantised or partitioned one has another shape
+            linear = isinstance(layer, nn.Linear)
+            elements = layer.in_features * layer.out_features if linear else full_shape(weight).numel()
+            total += 2 * elements * (1 + passes_gradient + weight.requires_grad)
+    return total
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -256,17 +255,6 @@ class Throughput:
 
     def _reset(self) -> None:
         self.start, self.data_wait, self.work = time.perf_counter(), 0.0, Work()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context for work that is not training, whose time no rate counts."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # work that is still running belongs to training
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.start += time.perf_counter() - start
 
     def add(self, batches: list[Batch], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
@@ -316,7 +304,10 @@ class JsonlCallback(TrainerCallback):
             return
         path = Path(args.output_dir, LOG_FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = whole_lines(path) if path.exists() and state.global_step else []
+        text = path.read_text(errors="replace") if path.exists() and state.global_step else ""
+        *lines, cut = text.split("\n")  # a full disk or a kill may cut off the last line
+        if cut:
+            logger.warning("%s: dropping the last line, which was cut off after %d characters", path, len(cut))
         # Steps that an interrupted run logged after its last checkpoint are computed again.
         earlier = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         write_text(path, "".join(line + "\n" for line in earlier), synced=True)
@@ -325,14 +316,6 @@ class JsonlCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             with Path(args.output_dir, LOG_FILE).open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logged_names(logs)}) + "\n")
-
-
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a log without a last one that was cut off, by a full disk or a kill, which is named."""
-    *lines, cut = path.read_text(errors="replace").split("\n")
-    if cut:
-        logger.warning("%s: dropping the last line, which was cut off after %d characters", path, len(cut))
-    return lines
 
 
 def logged_names(logs: dict[str, Any]) -> dict[str, Any]:

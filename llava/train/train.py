@@ -39,12 +39,7 @@ logger = logging.getLogger("llava.train.train")  # the same name where the modul
 
 
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
-    """Parses the command line, trains, and writes the final folder.
-
-    Args:
-        argv: the flags; by default those of the process.
-        attn_implementation: default of `--attn_implementation`.
-    """
+    """Parses the flags, by default those of the process, trains, and writes the final folder."""
     model_args, data_args, training_args = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
     with training_process(training_args) as (watchdog, stop_signal):
         check_flags(model_args, data_args, training_args)

@@ -22,9 +22,9 @@ from llava.utils.versions import version_of
 
 logger = logging.getLogger(__name__)
 
-# Options of ZeRO++ whose kernels take every number that they are given for fp16.
-_READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_OWN_UNITS = ("stage3_module_granularity_threshold", "leaf_module")  # `fit_zero` marks what is gathered as one
+# ZeRO++'s kernels take every number for fp16; `fit_zero` marks the modules that are gathered as one.
+_REFUSED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_REFUSED += ("stage3_module_granularity_threshold", "leaf_module")
 OLDEST = Version("0.19.8")
 """0.19.2 to 0.19.7 were seen to gather wrong weights over CPU ranks, with PyTorch 2.11 to 2.13; GPUs are untested."""
 
@@ -38,15 +38,8 @@ def check_zero(args: TrainingArguments) -> None:
         fault = "stage3_gather_16bit_weights_on_model_save must be true, or the final folder would hold no weights"
     elif zero.get("stage") == 3 and (installed := version_of("deepspeed")) and Version(installed) < OLDEST:
         fault = f"DeepSpeed {installed} gathers wrong weights now and then; install DeepSpeed {OLDEST} or newer"
-    elif options := [name for name in _OWN_UNITS if zero.get(name)]:
-        fault = (
-            f"{', '.join(options)}: the trainer chooses the modules that are gathered as one; take it out of the file"
-        )
-    elif not args.fp16 and (options := [name for name in _READ_AS_FP16 if zero.get(name)]):
-        fault = (
-            f"{', '.join(options)}: DeepSpeed's kernels read them as fp16, and the run computes in "
-            f"{'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
-        )
+    elif options := [name for name in _REFUSED if zero.get(name)]:
+        fault = f"{', '.join(options)}: this trainer does not take it (docs/clusters.md); take it out of the file"
     if fault:
         raise ValueError(f"--deepspeed {args.deepspeed}: {fault}")
 

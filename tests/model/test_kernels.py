@@ -102,13 +102,6 @@ def test_a_cpu_attends_over_packed_samples_in_fp32_also_under_autocast():
     assert torch.equal(output, torch.cat(expected, dim=2).transpose(1, 2).bfloat16())
 
 
-def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(kernels, "compile_layers", compiled.extend)
-    train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
-    assert compiled[-1].self_attn.config._attn_implementation == "sdpa"
-
-
 # --- what kernels that need a GPU are given --------------------------------------------------------------------------
 
 
@@ -221,16 +214,10 @@ def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "installed", "known", "compiled", "runs"),
-    [
-        (False, True, True, False, False),
-        (True, False, True, False, False),
-        (True, True, False, False, False),
-        (True, True, True, True, False),
-        (True, True, True, False, True),
-    ],
+    ("gpu", "installed", "known", "runs"),
+    [(False, True, True, False), (True, False, True, False), (True, True, False, False), (True, True, True, True)],
 )
-def test_auto_takes_liger_where_it_runs(tiny, monkeypatch, gpu, installed, known, compiled, runs):
+def test_auto_takes_liger_where_it_runs(tiny, monkeypatch, gpu, installed, known, runs):
     applied = []
     fake = SimpleNamespace(**({"apply_liger_kernel_to_llama": print} if known else {}))
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
@@ -238,9 +225,8 @@ def test_auto_takes_liger_where_it_runs(tiny, monkeypatch, gpu, installed, known
     monkeypatch.setattr(kernels, "has_liger", lambda: installed)
     monkeypatch.setattr(kernels, "has_compiler", lambda: True)
     monkeypatch.setattr(kernels, "apply_liger", applied.append)
-    monkeypatch.setattr(kernels, "compile_layers", lambda layers: None)
     model = trained(tiny, STAGE_1)
-    args = SimpleNamespace(use_liger_kernel="auto", compile_layers=compiled)
+    args = SimpleNamespace(use_liger_kernel="auto", compile_layers=False)
     kernels.set_up_kernels(model, args)
     assert args.use_liger_kernel is runs and applied == [model] * runs
 

@@ -264,17 +264,6 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
     assert stage_1.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == learnt
 
 
-@pytest.mark.parametrize("option", ["weights", "nontrainable_weights", "gradients"])
-def test_zero_options_for_fp16_alone_are_refused_in_other_precisions(option):
-    name = f"zero_quantized_{option}"
-    for precision, flags in {"bf16": {}, "fp32": {"bf16": False}}.items():
-        refused = zero_arguments(2, 2, config={"zero_optimization": {"stage": 2, name: True}}, **flags)
-        with pytest.raises(ValueError, match=f"--deepspeed zero.json: {name}: .* computes in {precision}; "):
-            check_zero(refused)
-    check_zero(zero_arguments(2, 2, config={"zero_optimization": {"stage": 2, name: False}}))
-    check_zero(zero_arguments(2, 2, config={"zero_optimization": {name: True}}, bf16=False, fp16=True))
-
-
 def test_zero3_that_would_write_no_weights_is_refused():
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
     with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
@@ -282,12 +271,10 @@ def test_zero3_that_would_write_no_weights_is_refused():
     check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
 
 
-@pytest.mark.parametrize(
-    "option", [{"stage3_module_granularity_threshold": 1000}, {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}]
-)
-def test_modules_that_a_file_wants_gathered_as_one_are_refused_by_name(option):
+@pytest.mark.parametrize("option", [{"zero_quantized_gradients": True}, {"leaf_module": {"classes": ["Layer"]}}])
+def test_options_of_zero_that_give_wrong_numbers_here_are_refused_by_name(option):
     config = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True} | option}
-    with pytest.raises(ValueError, match=f"--deepspeed zero.json: {next(iter(option))}: the trainer chooses"):
+    with pytest.raises(ValueError, match=f"--deepspeed zero.json: {next(iter(option))}: this trainer does not take it"):
         check_zero(zero_arguments(3, 2, config=config))
 
 

@@ -14,7 +14,7 @@ from training import LORA, build, flags, losses, training_arguments
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
-from llava.train.heldout import HeldOut, assigned, evaluating, parts_of
+from llava.train.heldout import HeldOut, assigned, parts_of
 from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import REQUEUE_EXIT_CODE
 
@@ -79,8 +79,7 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
                 before = sums.get(name, (0.0, 0))
                 sums[name] = (before[0] + loss.item(), before[1] + int((labels != IGNORE_INDEX).sum()))
     model.float()
-    with evaluating(model):
-        totals = trainer.heldout.totals(model, lambda batch: batch)
+    totals = trainer.heldout.totals(model, lambda batch: batch)
     found = trainer.heldout.metrics(totals)
     assert found.keys() == {"eval_loss", "eval_loss_image", "eval_loss_text"}
     for name, (loss, count) in sums.items():
@@ -93,8 +92,7 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
 def test_micro_batches_change_nothing(tiny, tmp_path, heldout, options):
     def loss(**more) -> dict[str, float]:
         _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS, **more))
-        with evaluating(trainer.model):
-            return trainer.heldout.metrics(trainer.heldout.totals(trainer.model, lambda batch: batch))
+        return trainer.heldout.metrics(trainer.heldout.totals(trainer.model, lambda batch: batch))
 
     assert loss(**options) == pytest.approx(loss(), rel=1e-6)
 
@@ -105,8 +103,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
     head = trainer.model.lm_head
     head.register_forward_pre_hook(lambda module, args: rows.append((len(args), args[0].shape[:-1].numel())))
     monkeypatch.setattr(torch.Tensor, "exp_", None)  # the chunked loss needs it for gradients only
-    with evaluating(trainer.model):
-        totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
+    totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
     assert {count for count, _ in rows} == {2}  # every call with targets
     assert sum(count for _, count in rows) == totals[:, 1].sum()
 
