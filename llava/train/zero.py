@@ -57,12 +57,15 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     """
     if not args.deepspeed:
         return
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_module
+
+    deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, around thousands of calls per micro-batch
     zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
     fill_bucket_sizes(model, zero)
+    if args.world_size == 1:  # nothing to overlap with, and ZeRO-2 would wait for the device after every backward pass
+        zero["overlap_comm"] = False
     if zero.get("stage") == 3:
-        import deepspeed
-        from deepspeed.utils import set_z3_leaf_module
-
         keep_no_input_of_frozen_weights()
         units = list(gathered_units(model))
         for unit in units:

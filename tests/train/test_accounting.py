@@ -252,12 +252,15 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
         arguments = zero_arguments(stage, 4, config={"zero_optimization": {"stage": stage, **auto}})
         fit_zero(model, arguments)
         zero = arguments.hf_deepspeed_config.config["zero_optimization"]
-        assert zero["reduce_bucket_size"] == layer
+        assert "overlap_comm" not in zero and zero["reduce_bucket_size"] == layer
         assert zero["stage3_prefetch_bucket_size"] == (layer if stage == 3 else "auto")
         assert sum(getattr(module, "_z3_leaf", False) for module in model.modules()) == marked
-    kept = zero_arguments(3, 4, config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}})
-    fit_zero(model, kept)
-    assert kept.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == 5
+    alone = zero_arguments(
+        3, 1, config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "overlap_comm": True}}
+    )
+    fit_zero(model, alone)
+    zero = alone.hf_deepspeed_config.config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 5 and not zero["overlap_comm"]
     stage_1 = zero_arguments(2, 4, config={"zero_optimization": {"stage": 2, **auto}})
     fit_zero(trained(tiny, STAGE_1), stage_1)
     learnt = sum(p.numel() for p in model.get_model().mm_projector.parameters())
