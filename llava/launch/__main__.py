@@ -37,10 +37,25 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
     as_data, is_dry = environment.get("DRY_RUN") == "json", is_on(environment.get("DRY_RUN", ""))
     print(as_json(plan) if as_data else show(plan), flush=True)
     if is_dry and not as_data:
+        if plan.devices.on_gpu:
+            print(memory_rows(plan, environment), flush=True)
         print("dry run: nothing was installed or started", flush=True)
     if plan.problems:
         raise Refusal(f"{len(plan.problems)} input(s) are MISSING or WRONG, see the list above")
     return 0 if is_dry else start(plan, environment)
+
+
+def memory_rows(plan: Plan, environment: Mapping[str, str]) -> str:
+    """What the run takes of a card by the trainer's estimate, which needs both models' configs and the packages."""
+    words = [plan.python, "-m", "llava.train.memory", str(plan.devices.total)]
+    words += [word for given in plan.flags.given.values() for word in given]
+    try:
+        run = subprocess.run(words, env={**environment, **plan.launch.environment}, capture_output=True, text=True)
+    except OSError:
+        run = None
+    if run and run.returncode == 0:
+        return f"memory of a card, by estimate\n{run.stdout.rstrip()}"
+    return "memory of a card: no estimate without the packages and both models' configs; docs/scale.md has the presets'"
 
 
 def start(plan: Plan, environment: Mapping[str, str]) -> int:

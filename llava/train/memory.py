@@ -6,6 +6,8 @@ The estimate follows what autograd keeps (tests compare the two), and rounds up 
 one; ZeRO-3, or recomputation on a single device; offload. The choice is made before the model is loaded, since ZeRO-3
 partitions it while it loads.
 
+    python -m llava.train.memory RANKS FLAGS    what a training with these flags takes of a card; nothing is loaded
+
 Shapes: T tokens of the largest micro-batch, V visual tokens per image.
 """
 
@@ -15,6 +17,8 @@ import logging
 import math
 import os
 import shlex
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,3 +368,43 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
         attention = packed_attention(attention, args.device, frozen)
     model.config._attn_implementation = attention
     return model
+
+
+def rows_of_cards(argv: list[str], ranks: int, gibs: Iterable[int]) -> Iterator[str]:
+    """A line for each card of so many GiB: what one of `ranks` such cards holds, by estimate, and what recomputes."""
+    model_args, _, parsed = parse_flags([*argv, "--deepspeed", "", "--tf32", "False", "--bf16", "False"])
+    zero = read_flags(argv).deepspeed or ""
+    args = SimpleNamespace(**vars(parsed))
+    args.device, args.world_size, args.bf16 = torch.device("cuda"), ranks, not args.fp16
+    args.deepspeed = zero if zero != AUTO else ZERO_2 if ranks > 1 else ""
+    model_args.attn_implementation = model_args.attn_implementation or "sdpa"  # kernels of a card keep as much
+    model: Any = planned_model(model_args, args)
+    decide_liger(model, args)
+    tokens = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
+    tokens = tokens or (None if zero == AUTO else parsed.per_device_train_batch_size * parsed.model_max_length)
+    for gib in gibs:
+        budget = _USABLE * gib * 2**30
+        if zero == AUTO:
+            choice = choose(model, args, budget, tokens)
+        else:
+            estimate = estimate_under(zero, model, args, tokens)
+            recomputed = layers_to_recompute(args.activation_checkpointing, estimate, budget)
+            choice = Choice(zero, tokens, bool(recomputed), estimate.total(recomputed))
+        fits = "" if choice.needed <= budget else "DOES NOT FIT: "
+        yield (
+            f"{gib:>4} GB   {fits}{choice.needed / 2**30:.0f} of {budget / 2**30:.0f} GiB usable, micro-batches of "
+            f"{choice.tokens} tokens, {Path(choice.zero).stem or 'no DeepSpeed'}{', recomputing' * choice.recomputes}"
+        )
+
+
+def main() -> None:
+    """Prints the lines for this machine's first GPU, or for cards of 24, 48 and 80 GB where there is none."""
+    gibs = (24, 48, 80)
+    if torch.cuda.is_available():
+        gibs = (round(torch.cuda.get_device_properties(0).total_memory / 2**30),)
+    for row in rows_of_cards(sys.argv[2:], int(sys.argv[1]), gibs):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

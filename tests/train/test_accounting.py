@@ -19,7 +19,7 @@ from paths import ROOT
 from rotary_product import no_rotary_product
 from tiny_models import SIZES, STAGE_1, STAGE_2, VISION_SIZES, make, trained
 from torch.utils.flop_counter import FlopCounterMode
-from training import training_arguments
+from training import flags, training_arguments
 
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
@@ -28,7 +28,13 @@ from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
 from llava.train.arguments import TrainingArguments
-from llava.train.memory import MemoryEstimate, checkpoint_layers, estimate_memory, layers_to_recompute
+from llava.train.memory import (
+    MemoryEstimate,
+    checkpoint_layers,
+    estimate_memory,
+    layers_to_recompute,
+    rows_of_cards,
+)
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.telemetry import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.zero import check_zero, fit_zero, gathered_units, let_ninja_be_found
@@ -427,3 +433,11 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
     said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
     assert total == estimate.total()
     assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)
+
+
+@pytest.mark.parametrize("zero", ["auto", "deepspeed_configs/zero2.json"])
+def test_a_card_that_is_too_small_is_named(tiny, tmp_path, zero):
+    argv = flags(tiny, tmp_path, 2, deepspeed=zero, max_tokens_per_micro_batch=1024)
+    small, large = rows_of_cards(argv, 8, (0, 24))
+    assert "0 GB   DOES NOT FIT: " in small and "recomputing" in small
+    assert "24 GB   0 of 22 GiB usable, micro-batches of 1024 tokens, zero2" in large and "recomputing" not in large
