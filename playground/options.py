@@ -8,6 +8,10 @@ FLAGS = {
         "num_crowded": "training pictures of one to four shapes, only for the vision tower",
         "num_heldout": "held-out pictures: each gives one question",
     },
+    "probes": {
+        "num_more": "more training pictures, none with the content of a held-out one",
+        "num_validation": "pictures like these that no stage trains on, with questions in validation.json",
+    },
     "stamps": {"package_dir": "folder with the unpacked package; empty: download it"},
     "tower": {
         "data": "prepared picture set to train on",

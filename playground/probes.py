@@ -60,6 +60,8 @@ class Settings:
     Attributes:
         size: side of the square pictures in pixels; what is written is legible from 64 on.
         num_train: training pictures: each gives a caption and a record of questions.
+        num_more: more of them, for a longer training; none has the content of a held-out picture.
+        num_validation: pictures as these that no stage trains on: each gives a record of questions in validation.json.
         num_crowded: additional pictures of small and marked shapes, only for the vision tower.
         num_per_kind: held-out pictures, and questions, of every kind; of a multiple of 24 all answers are equally many.
         num_text: training records without a picture.
@@ -68,6 +70,8 @@ class Settings:
 
     size: int = 96
     num_train: int = 1200
+    num_more: int = 0
+    num_validation: int = 0
     num_crowded: int = 2000
     num_per_kind: int = 96
     num_text: int = 40
@@ -76,7 +80,9 @@ class Settings:
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     """Return the folder `<root>/probes`, made unless it is complete."""
-    made_with = {**asdict(settings), "format": FORMAT}
+    optional = ("num_more", "num_validation")  # left out at 0, so that sets without them stay as they are
+    made_with = {name: value for name, value in asdict(settings).items() if value or name not in optional}
+    made_with["format"] = FORMAT
     return build(root / FOLDER, "probes", made_with, partial(write_probes, settings), force)
 
 
@@ -87,12 +93,20 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
     crowded = [lay_out(rng, settings.size, TOWER, number_of_shapes(rng, TOWER)) for rng in rngs]
     shown = {scene.content() for scene in train}
     heldout = [draw_heldout(settings, i, shown) for i in range(settings.num_per_kind * len(ANSWERS))]
+    asked = {scene.content() for scene, _ in heldout}
+    last = settings.num_train + settings.num_more + settings.num_validation
+    more = [draw_train(settings, TRAINED[i % len(TRAINED)], i, asked) for i in range(settings.num_train, last)]
+    train += more[: settings.num_more]
+    validation = more[settings.num_more :]
     records = {
         "pretrain.json": pretrain_records(train, counted_caption),
         "finetune.json": finetune_records(train, settings),
         "heldout.json": [record for _, record in heldout],
     }
     splits = {"train": train + crowded, "heldout": [scene for scene, _ in heldout]}
+    if validation:
+        records["validation.json"] = validation_records(validation, settings)
+        splits["validation"] = validation
     return write_set(splits, records, settings.size, folder, counted_caption) | {
         "held_out_pairs": sorted(f"{color} {form}" for color, form in HELD_OUT_PAIRS),
         "chance_percent": chance_percent(records["heldout.json"]),
@@ -108,13 +122,14 @@ def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def draw_train(settings: Settings, kind: str, index: int) -> Scene:
-    """Return a training scene for questions of `kind`, without a held-out pair."""
+def draw_train(settings: Settings, kind: str, index: int, asked: Collection[tuple] = ()) -> Scene:
+    """Return a training scene for questions of `kind`, without a held-out pair and of none of the contents `asked`."""
     rng = random.Random(f"{settings.seed}/train/{index}")
     number = number_of_shapes(rng, kind)  # drawn once, so that rejected scenes do not change its frequency
-    while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind, number)).shapes)):
-        pass
-    return scene
+    while True:
+        scene = lay_out(rng, settings.size, kind, number)
+        if not any(map(is_held_out, scene.shapes)) and scene.content() not in asked:
+            return scene
 
 
 def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) -> tuple[Scene, dict[str, Any]]:
@@ -242,3 +257,13 @@ def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, 
     records += text_records(rng, settings.num_text)
     rng.shuffle(records)
     return records
+
+
+def validation_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
+    """Return questions about pictures that no stage trains on, of the kinds that training has, in rotation."""
+    rng = random.Random(f"{settings.seed}/validation")
+    kinds = [TRAINED[(settings.num_train + settings.num_more + i) % len(TRAINED)] for i in range(len(scenes))]
+    return [
+        image_record(f"probe-validation-{i:05d}", image_name("validation", i), conversation_about(rng, scene, kinds[i]))
+        for i, scene in enumerate(scenes)
+    ]

@@ -101,6 +101,7 @@ launch() { # entry, flags of the stage and of the caller
     --save_strategy "$SAVE_STRATEGY" \
     --save_steps "$SAVE_STEPS" \
     --save_total_limit "$SAVE_TOTAL_LIMIT" \
+    --max_grad_norm "${MAX_GRAD_NORM:-}" \
     --eval_data_path "${EVAL_DATA_PATH:-}" \
     --eval_image_folder "${EVAL_IMAGE_FOLDER:-}" \
     --eval_strategy "${evaluates:+steps}" \
