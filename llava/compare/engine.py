@@ -99,7 +99,12 @@ class Experiment:
             own |= {"SEED": str(run.seed), "RUN_NAME": f"{run.arm}-seed-{run.seed}-{stage}"}
         own |= {"OUTPUT_DIR": str(run.folder(stage).resolve())}
         own |= {"PRETRAIN_ADAPTER": str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")}
-        return own | WHOLE_RUNS | parse_arm(run.arm).settings | self.data_settings(stage)
+        own |= WHOLE_RUNS | parse_arm(run.arm).settings | self.data_settings(stage)
+        return own | {name: str(value) for name, value in self.rates(run).get(stage, {}).items()}
+
+    def rates(self, run: Run) -> Mapping[str, Mapping[str, object]]:
+        """Variables by stage that are the run's own."""
+        return {}
 
     def data_settings(self, stage: str) -> dict[str, str]:
         """Variables about data and steps."""
@@ -125,10 +130,12 @@ class Experiment:
             ValueError: such a run; the message has the flags and both values. Or a script refuses its variables.
         """
         for stage in STAGES:
-            flags = self.recipe(self.runs[0], stage)["flags"]
+            flags: dict[str, dict[str, str]] = {}
             for run in self.runs:
+                own = str(self.rates(run))
+                flags[own] = flags.get(own) or self.recipe(run, stage)["flags"]
                 if run.has_begun(stage):
-                    check_flags(run, stage, flags)
+                    check_flags(run, stage, flags[own])
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +153,8 @@ class Experiment:
         """A stage of a run, into its folder `part`, with more variables of the stage's script."""
         folder = run.folder(part or stage)
         settings = self.settings(run, stage) | {"OUTPUT_DIR": str(folder.resolve())} | dict(more or {})
-        return training(f"{run.name}, {part or stage}", stage, folder, settings, self.runs)
+        comparable = [other for other in self.runs if other.root == run.root]
+        return training(f"{run.name}, {part or stage}", stage, folder, settings, comparable)
 
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
         """A module of this tree, run by the caller's interpreter or else by this one; see `Step` for `more`."""

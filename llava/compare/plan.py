@@ -7,9 +7,14 @@
     steps       optimizer steps of each stage
     tasks       the outcome is the mean over these; others are recorded only
     margin      points: an interval within it on both sides of zero means no relevant difference
+    settings    variables of an arm's stages, of `RATES` alone, by arm and stage; an arm may be left out
+    points      of a tuning: such variables by stage, with which every arm is tried (`llava.compare.tuning`)
+    pictures    numbers of pictures, of `python -m playground probes`; may be left out
+    controls    under which the questions are also asked; all where it is left out
     trials      trainings that were looked at before: `seed`, and the held-out `loss` over stage 2, from which the
                 losses follow whose samples are counted; may be left out
-    pilot       a JSON file with the `seeds` of an earlier study, relative to the plan; may be left out
+    pilot       a JSON file with the `seeds` of an earlier study, relative to the plan; may be left out. If it is a
+                tuning's, it also has the arms' `choice`, which must be this plan's settings
 
 Seeds of trials and pilot have been seen, and are refused. The file's digest is in the record of every run.
 """
@@ -26,10 +31,19 @@ import numpy as np
 from llava.compare.arms import parse_arms
 from llava.compare.record import Record
 from llava.eval.paired import FEWEST_SEEDS, confidence_of
+from llava.eval.results import CONTROLS
 from llava.launch.recipe import STAGES
 
 DIGEST = "plan.sha256"
 """In the output folder: the digest of the plan that its runs follow."""
+RATES = {
+    "LEARNING_RATE": "training.learning_rate",
+    "PROJECTOR_LR": "training.mm_projector_lr",
+    "MAX_GRAD_NORM": "training.max_grad_norm",
+}
+"""Variables that may differ between a plan's arms, and the fields that they become."""
+Settings = dict[str, dict[str, float]]
+"""Variables by stage."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +59,17 @@ class Plan:
     margin: float
     file: Path
     digest: str
+    settings: dict[str, Settings] = field(default_factory=dict)
+    points: list[Settings] = field(default_factory=list)
+    pictures: dict[str, int] = field(default_factory=dict)
+    controls: list[str] = field(default_factory=lambda: list(CONTROLS))
     trials: list[dict[str, Any]] = field(default_factory=list)
     pilot: str = ""
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """The fields in which its arms may differ."""
+        return tuple(RATES.values()) if self.settings else ()
 
     @property
     def confidence(self) -> float:
@@ -86,9 +109,19 @@ def _check(plan: Plan) -> None:
     parse_arms(",".join(plan.arms), parse=str)  # some may be removed since: a run of the plan names them
     if not set(plan.primary) <= set(plan.arms[1:]):
         raise ValueError(f"{where}: primary {plan.primary}: expected arms of {plan.arms[1:]}")
-    if len(set(plan.seeds)) < max(FEWEST_SEEDS, len(plan.seeds)):
-        raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {FEWEST_SEEDS}, none twice")
-    pilot = json.loads((plan.file.parent / plan.pilot).read_text())["seeds"] if plan.pilot else []
+    fewest = 1 if plan.points else FEWEST_SEEDS
+    if len(set(plan.seeds)) < max(fewest, len(plan.seeds)):
+        raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {fewest}, none twice")
+    for settings in [*plan.settings.values(), *plan.points]:
+        names = {name for stage in settings.values() for name in stage}
+        if not settings.keys() <= set(STAGES) or not names <= RATES.keys() or not plan.settings.keys() <= {*plan.arms}:
+            raise ValueError(
+                f"{where}: {settings}: expected, by stage, values of {', '.join(RATES)} for the plan's arms"
+            )
+    earlier = json.loads((plan.file.parent / plan.pilot).read_text()) if plan.pilot else {"seeds": []}
+    pilot = earlier["seeds"]
+    if plan.settings != (chosen := earlier.get("choice", plan.settings)):
+        raise ValueError(f"{where}: settings {plan.settings}: the tuning {plan.pilot} chose {chosen}; copy that")
     trials = [trial["seed"] for trial in plan.trials]
     if again := sorted(set(plan.seeds) & {*pilot, *trials}):
         raise ValueError(

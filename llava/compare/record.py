@@ -148,24 +148,24 @@ def add_run(
     record["runs"].append(entry)
 
 
-def configuration_of(run: Run, results: Results) -> dict[str, Any]:
-    """What decided a run and its evaluation, by dotted name."""
+def configuration_of(run: Run, results: Results | None) -> dict[str, Any]:
+    """What decided a run and its evaluation, if it has one, by dotted name."""
     stages = {f"{stage}.{name}": value for stage in STAGES for name, value in run.configuration(stage).items()}
-    answers = {f"answers.{name}": value for name, value in evaluation_settings(results).items()}
+    answers = {f"answers.{name}": value for name, value in evaluation_settings(results).items()} if results else {}
     return json.loads(json.dumps(stages | answers))  # as it is read back
 
 
-def shared_configuration(run: Run, results: Results) -> dict[str, Any]:
+def shared_configuration(run: Run, results: Results | None) -> dict[str, Any]:
     """What must be the same in all runs of a record.
 
-    Left out are arm and seed; precision and tower, which are the same for all arms of a seed but not on all machines,
-    and the language model's digest, which follows from the precision: every run records the three; and where files
-    are, since what they hold has its digest.
+    Left out are arm and seed; the fields that a plan decides for each arm; precision and tower, which are the same for
+    all arms of a seed but not on all machines, and the language model's digest, which follows from the precision: every
+    run records the three; and where files are, since what they hold has its digest.
     """
     own = tuple(
         f"{stage}.{name}"
         for stage in STAGES
-        for name in (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, f"initial_weights.{TOWER}")
+        for name in (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, *run.own, f"initial_weights.{TOWER}")
     )
     return {
         name: value

@@ -14,12 +14,12 @@ from pathlib import Path
 from llava.compare.answers import held_out
 from llava.compare.arms import parse_arms, parse_seeds
 from llava.compare.engine import Experiment
-from llava.compare.plan import Plan, check_record, hold, read_plan
+from llava.compare.plan import Plan, Settings, check_record, hold, read_plan
 from llava.compare.record import FILE, Record, add_runs, new_record, read_record, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step, runs_at_once
-from llava.eval.results import CONTROLS, UNTOUCHED, Results, read_results
+from llava.eval.results import UNTOUCHED, Results, read_results
 from llava.eval.tasks import PAPER_COLUMNS
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
@@ -34,6 +34,7 @@ HELD_OUT = "heldout"  # folder of a planned run's answers
 EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
 ASKED = "asked.json"  # their records: the first held-out ones, whose kinds alternate
 ASKED_IN_TRAINING = 64
+VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor questions
 
 
 @dataclass
@@ -131,6 +132,19 @@ class Planned(Comparison):
     answered: set[str] = field(default_factory=set)
 
     @property
+    def runs(self) -> list[Run]:
+        return [replace(run, own=self.plan.own_fields) for run in super().runs]
+
+    @property
+    def asked(self) -> Path:
+        """Records whose loss is measured during stage 2: the plan's validation set, or else some held-out questions."""
+        return self.pictures / VALIDATION if self.plan.pictures.get("num_validation") else self.folder / ASKED
+
+    def rates(self, run: Run) -> Settings:
+        """What the plan decides for the run's arm."""
+        return self.plan.settings.get(run.arm, {})
+
+    @property
     def pictures(self) -> Path:
         return ROOT / "playground/data" / PROBES
 
@@ -139,7 +153,7 @@ class Planned(Comparison):
         settings = {"MAX_STEPS": str(self.plan.steps[stage])} | ({"DEMO_DATA": PROBES} if self.demo else {})
         if stage == "finetune":
             held_out = {
-                "EVAL_DATA_PATH": str(self.folder / ASKED),
+                "EVAL_DATA_PATH": str(self.asked),
                 "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
                 "EVAL_STEPS": str(1 / EVALUATIONS),
                 "EVAL_ON_START": "True",
@@ -150,7 +164,7 @@ class Planned(Comparison):
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
         threads = self.threads(len(self.places()))
-        answers = self.held_out(run, self.pictures, run.folder(HELD_OUT), CONTROLS)
+        answers = self.held_out(run, self.pictures, run.folder(HELD_OUT), self.plan.controls)
         return [*(self.stage(run, stage, more=threads) for stage in STAGES), answers]
 
     def places(self) -> list[dict[str, str]]:
@@ -173,15 +187,20 @@ class Planned(Comparison):
         self.seeds = self.plan.missing(self.record)
         if self.seeds:
             self.check_settings()
-            words = ["all", "--data", PROBES] if self.demo else [PROBES]
-            self.part(f"inputs: {PROBES}", {"inputs": self.inputs(words)})
-            if not os.environ.get("EVAL_DATA_PATH"):
+            self.prepare()
+            if not os.environ.get("EVAL_DATA_PATH") and self.asked.name == ASKED:
                 records = held_out(self.pictures)[:ASKED_IN_TRAINING]
-                (self.folder / ASKED).write_text(json.dumps(records), encoding="utf-8")
+                self.asked.write_text(json.dumps(records), encoding="utf-8")
             title = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
             self.part(title, {run.name: self.lane(run) for run in self.runs}, ended=self.ended)
         for path in write_page(self.record, self.folder, self.plan):
             print(f"written: {path}")
+
+    def prepare(self) -> None:
+        """The playground's inputs, with the plan's numbers of pictures."""
+        numbers = [f"--{name.replace('_', '-')}={value}" for name, value in self.plan.pictures.items()]
+        demo = [["smollm2"], [PROBES, *numbers], ["tower", "--data", PROBES]]
+        self.part(f"inputs: {PROBES}", {"inputs": self.inputs(*(demo if self.demo else demo[1:2]))})
 
     def ended(self, name: str) -> None:
         """Records the seed of the run called `name`, if all its arms are trained and answered."""
@@ -190,14 +209,13 @@ class Planned(Comparison):
         self.answered.add(name)
         if not self.answered.issuperset(run.name for run in runs) or seed not in self.plan.missing(self.record):
             return
-        add_runs(self.record, runs, answers_of, plan=self.plan.digest)
+        add_runs(self.record, runs, self.answers_of, plan=self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))
         write_record(self.record, self.folder / FILE)
 
-
-def answers_of(run: Run) -> dict[str, Results]:
-    """A planned run's answers by control."""
-    return {control: read_results(run.folder(HELD_OUT) / control) for control in CONTROLS}
+    def answers_of(self, run: Run) -> dict[str, Results]:
+        """A run's answers by control."""
+        return {control: read_results(run.folder(HELD_OUT) / control) for control in self.plan.controls}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,4 +273,6 @@ def planned_of(args: argparse.Namespace) -> Planned:
         raise ValueError(f"MAX_STEPS={steps}: the plan {plan.file} decides it; leave it out")
     os.environ.setdefault("REPORT_TO", "none")
     folder = (args.output_dir or Path("outputs") / plan.file.stem).resolve()
-    return Planned(plan.preset, plan.arms, plan.seeds, folder, plan=plan)
+    from llava.compare.tuning import Tuning  # which builds on this module
+
+    return (Tuning if plan.points else Planned)(plan.preset, plan.arms, plan.seeds, folder, plan=plan)

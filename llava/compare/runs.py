@@ -38,11 +38,16 @@ OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_m
 
 @dataclass(frozen=True)
 class Run:
-    """One arm trained with one seed; without a seed it has the recipe's, and its folder names none."""
+    """One arm trained with one seed; without a seed it has the recipe's, and its folder names none.
+
+    Attributes:
+        own: prefixes of the fields in which a plan lets its arms differ.
+    """
 
     root: Path
     seed: int | None
     arm: str
+    own: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -162,7 +167,7 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
     for run in runs[1:]:
         # Another arm is compared with its seed's baseline, another seed's baseline with the first one.
         other = first if run.arm == first.arm else baselines.get(run.seed, first)
-        allowed = ARM_FIELDS if run.arm != other.arm else ()
+        allowed = ARM_FIELDS + run.own if run.arm != other.arm else ()
         if parse_arm(run.arm).projector != parse_arm(other.arm).projector:
             allowed += ("initial_weights.mm_mlp_adapter",)
         allowed += SEED_FIELDS if run.seed != other.seed else ()

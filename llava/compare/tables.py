@@ -414,6 +414,8 @@ def caveats(stats: Statistics) -> list[str]:
             f"{seeds}: the intervals cover the choice of questions only, not what another training would have given. "
             f"So there is no verdict, and the arms cannot be ranked; that takes at least {FEWEST_SEEDS} seeds."
         )
+    for arm, settings in (stats.plan.settings if stats.plan else {}).items():
+        notes.append(f"{arm} was trained at its own rates: {json.dumps(settings)}.")
     rates = [stats.record["configuration"].get(f"{stage}.training.learning_rate") for stage in ("pretrain", "finetune")]
     if None not in rates:
         notes.append(

@@ -8,6 +8,7 @@ It imports nothing that takes a second.
 
 import hashlib
 import json
+import math
 import os
 import random
 import shlex
@@ -92,10 +93,12 @@ def train(flags: dict[str, str], other: bool) -> None:
     model["mm_projector_type"] = flags["mm_projector_type"]
     adapter = flags.get("pretrain_mm_mlp_adapter")
     (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
+    rates = {name: flags.get(name, "") for name in ("mm_projector_lr", "max_grad_norm")}
     start = {
         "model": model,
         "training": {"seed": seed, "learning_rate": 2.0 if other else 1.0, "bf16": False}
-        | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        | rates,
         "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
         "order": seed,
         "initial_weights": {"mm_mlp_adapter": f"{seed} {arm if adapter else ''}"},
@@ -113,8 +116,18 @@ def train(flags: dict[str, str], other: bool) -> None:
         if flags.get("eval_data_path") and (step % every == 0 or step == steps):
             share = 0.25 + (right_of(arm) - 0.25) * step / steps
             own = random.Random(f"{seed} {arm} {step}").random()
-            lines.append({"step": step, "eval/loss": 2 - share - 0.1 * own})
+            lines.append({"step": step, "eval/loss": 2 - share - 0.1 * own + off_best(arm, flags)})
     (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def off_best(arm: str, flags: dict[str, str]) -> float:
+    """How far the projector's rate is from the arm's best one, as the records of `eval_data_path` say."""
+    best = json.loads(Path(flags["eval_data_path"]).read_text())
+    if not isinstance(best, dict):
+        return 0.0
+    if flags["mm_projector_lr"] == os.environ.get("DIVERGES"):
+        sys.exit("NonFiniteError: too many steps were skipped")
+    return abs(math.log10(float(flags["mm_projector_lr"]) / best[arm]))
 
 
 def right_of(arm: str) -> float:
