@@ -16,9 +16,9 @@ from typing import Any
 
 from llava.analysis.commands import COMMANDS, NamedModel, named_model
 from llava.compare.arms import FIRST_SEED
+from llava.compare.comparison import Comparison
 from llava.compare.engine import at_work, refuse_ignored
 from llava.compare.published import Published, download, missing_data, models_of, revisions
-from llava.compare.run import Comparison
 from llava.compare.runs import Run
 from llava.compare.steps import Step
 from llava.eval.harness import token_fault

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llava.compare.plan import RATES, Settings, check_digest, hold
+from llava.compare.planned import Planned
 from llava.compare.record import (
     BF16,
     FILE,
@@ -25,7 +26,6 @@ from llava.compare.record import (
     shared_configuration,
 )
 from llava.compare.report import PAGE, render
-from llava.compare.run import Planned
 from llava.compare.runs import Run, changed
 from llava.compare.steps import Step, StepError
 from llava.launch.devices import count_of

@@ -13,9 +13,9 @@ from comparison_runs import write_run
 
 from llava.compare import paper
 from llava.compare.__main__ import main
+from llava.compare.comparison import Comparison
 from llava.compare.record import FILE
 from llava.compare.report import markdown_text
-from llava.compare.run import Comparison
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
 from llava.utils.digests import revision

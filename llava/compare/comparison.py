@@ -1,0 +1,98 @@
+"""A comparison: every arm with every seed on the same data, scored by the stock harnesses and measured."""
+
+import os
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llava.compare.engine import Experiment
+from llava.compare.record import FILE, add_runs, new_record, write_record
+from llava.compare.report import write_page
+from llava.compare.runs import Run, check_results
+from llava.compare.steps import Step
+from llava.eval.results import UNTOUCHED, Results
+from llava.eval.tasks import PAPER_COLUMNS
+from llava.launch.recipe import STAGES
+from playground.options import PICTURES
+
+_ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
+
+
+@dataclass
+class Comparison(Experiment):
+    """An experiment that is scored by the stock harnesses.
+
+    Attributes:
+        tasks: of scripts/evaluate.sh, joined by commas; empty: its own.
+        questions: the user's own questions, evaluated in every run; their pictures are in `pictures_of_questions`.
+    """
+
+    tasks: str = ""
+    questions: Path | None = None
+    pictures_of_questions: Path | None = None
+
+    def set_defaults(self) -> None:
+        """Sets what the caller's variables leave open: the demo's tasks, packages and the tracker."""
+        self.tasks = self.tasks or os.environ.get("TASKS") or ("scenes" if self.demo else "")
+        os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+        os.environ.setdefault("REPORT_TO", "tensorboard")
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """The demo's pictures; what `DATA_PATH` names is trained on in their place."""
+        return {"DEMO_DATA": "scenes"} if self.demo else {}
+
+    def evaluation(self, run: Run) -> Step:
+        """Evaluates every task; finished ones are skipped."""
+        # A model this small may have nothing to say about a photo; two small tasks start faster together.
+        default = "--allow-empty --together --batch-size 8" if self.demo else ""
+        flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
+        words = ["llava.eval.evaluate", run.folder("finetune").resolve()]
+        words += ["--tasks", self.tasks] if self.tasks else []
+        words += ["--output-dir", run.folder("eval").resolve(), *flags]
+        return self.python(f"{run.name}, evaluation", run.folder("eval.log"), *words)
+
+    def own_questions(self, run: Run) -> Step:
+        """The user's own questions."""
+        words = ["llava.eval.answer", "--model-path", run.folder("finetune").resolve(), "--data", self.questions]
+        words += ["--image-folder", self.pictures_of_questions] if self.pictures_of_questions else []
+        log = run.folder("questions.log")
+        return self.python(f"{run.name}, questions", log, *words, "--output", run.answers.resolve())
+
+    def lane(self, run: Run) -> list[Step]:
+        """The steps of one run."""
+        asked = [self.own_questions(run)] if self.questions else []
+        return [*(self.stage(run, stage) for stage in STAGES), self.evaluation(run), *asked]
+
+    def prepared(self) -> list[str]:
+        """The playground's inputs of preset and tasks, and for the analysis unless the caller names its data."""
+        asked = [name for name in PICTURES if name in self.tasks.split(",")]
+        sets = ["scenes"] * (self.demo or not os.environ.get("DATA")) + asked
+        model, tower = (["smollm2"], ["tower"]) if self.demo else ([], [])
+        return [*model, *dict.fromkeys(sets), *tower, *["heldout"] * bool(asked)]
+
+    def work(self) -> None:
+        """Every part in its order."""
+        self.check_settings()
+        self.part("inputs", {"inputs": self.inputs(*([name] for name in self.prepared()))})
+        self.part("stage 1, stage 2, evaluation", {run.name: self.lane(run) for run in self.runs})
+        commands = os.environ.get("ANALYSIS", _ANALYSIS).split()
+        data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
+        self.part("measurements, first seed", self.measurements(commands, data, samples))
+        self.report()
+        print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md {self.folder}/report-*.csv")
+
+    def report(self) -> None:
+        """Checks every run, and writes the record and the page."""
+        if self.questions:
+            check_results(self.runs, lambda run: run.own_results)
+        record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
+        add_runs(record, self.runs, lambda run: {UNTOUCHED: self.results_of(run)})
+        write_record(record, self.folder / FILE)
+        write_page(record, self.folder)
+
+    def results_of(self, run: Run) -> Results:
+        """A run's scores, the caller's own questions among them, in the paper's order."""
+        tasks = run.results.tasks | (run.own_results.tasks if self.questions else {})
+        order = [*PAPER_COLUMNS.values()]
+        names = sorted(tasks, key=lambda name: ([*order, name].index(name), name))
+        return replace(run.results, tasks={name: tasks[name] for name in names})
