@@ -7,11 +7,11 @@ Shapes: S tokens of the sample (an image placeholder counts as one), n images of
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 import numpy as np
 import tokenizers
@@ -25,18 +25,17 @@ from llava.anyres import CropRules, Picture
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.cache import made_once
-from llava.data.checks import ImagePlace, Record, placeholder_problem, record_images
+from llava.data.checks import ImagePlace, placeholder_problem, record_images
 from llava.data.images import ImageError, ImageStore
 from llava.data.parallel import in_processes
 from llava.data.preprocess import TokenizedSample, preprocess
-from llava.data.records import RecordTable, name_of
+from llava.data.records import RecordTable
 from llava.data.turns import LabelMasking
 from llava.mm_utils import process_prompt_images
 from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
 _DATA_CODE = ("checks", "messages", "parquet_files", "preprocess", "turns")
@@ -74,7 +73,7 @@ class LazySupervisedDataset(Dataset):
 
     def __init__(
         self,
-        records: Sequence[Record],
+        records: RecordTable,
         tokenizer: PreTrainedTokenizerBase,
         version: str,
         image_processor: BaseImageProcessor | None,
@@ -106,7 +105,7 @@ class LazySupervisedDataset(Dataset):
         self._lengths: np.ndarray | None = None
         self._truncation_reported = False
 
-    def over(self, records: Sequence[Record], images: ImageStore) -> "LazySupervisedDataset":
+    def over(self, records: RecordTable, images: ImageStore) -> "LazySupervisedDataset":
         """A dataset of other records, with their own images, made into samples in the same way."""
         other = copy.copy(self)
         other.records, other.images, other._lengths = records, images, None
@@ -147,7 +146,7 @@ class LazySupervisedDataset(Dataset):
         return Image.new("RGB", self.images.size(place))
 
     def _item(self, index: int, read: Callable[[ImagePlace], Image.Image]) -> Sample:
-        sample, places = self._tokenized(index)
+        sample, places = self.tokenized(index)
         images: list[Image.Image] = []
         pictures: list[Picture] = []
         visual_tokens = self.num_visual_tokens
@@ -168,12 +167,8 @@ class LazySupervisedDataset(Dataset):
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
 
-    def tokenize(self, index: int) -> TokenizedSample:
-        """Token ids and labels of one record, not yet cut."""
-        return self._tokenized(index)[0]
-
-    def _tokenized(self, index: int) -> tuple[TokenizedSample, list[ImagePlace]]:
-        """Token ids and labels of one record, and where its images are."""
+    def tokenized(self, index: int) -> tuple[TokenizedSample, list[ImagePlace]]:
+        """Token ids and labels of one record, not yet cut, and where its images are."""
         record = self.records[index]
         places = record_images(record)
         try:
@@ -184,7 +179,7 @@ class LazySupervisedDataset(Dataset):
             if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != len(places):
                 raise ValueError(f"{len(places)} images, but {written} places for them")
         except ValueError as error:
-            raise ValueError(f"{name_of(self.records, index)}: {error}") from error
+            raise ValueError(f"{self.records.named(index)}: {error}") from error
         return sample, places
 
     def _cut(self, sample: TokenizedSample, index: int, num_visual_tokens: int) -> TokenizedSample:
@@ -195,26 +190,24 @@ class LazySupervisedDataset(Dataset):
             self._truncation_reported = True
             logger.warning(
                 "%s has %d tokens and is cut to --model_max_length %d; further cuts are not reported by this process",
-                name_of(self.records, index), length, self.model_max_length,
+                self.records.named(index), length, self.model_max_length,
             )  # fmt: skip
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _opened(self, read: Callable[[ImagePlace], Value], place: ImagePlace, index: int) -> Value:
+    def _opened(self, read: Callable[[ImagePlace], Image.Image], place: ImagePlace, index: int) -> Image.Image:
         try:
             return read(place)
         except ImageError as error:
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
-            raise kind(f"{name_of(self.records, index)}: {error}") from error
+            raise kind(f"{self.records.named(index)}: {error}") from error
 
     def token_counts(self) -> np.ndarray:
         """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3].
 
-        Those of a list are measured at every call, those of a `RecordTable` once, and then mapped from the cache. They
-        give the length for any number of visual tokens and any maximum.
+        They are measured once, and then mapped from the cache. They give the length for any number of visual tokens and
+        any maximum.
         """
-        if not isinstance(self.records, RecordTable):
-            return self._measured_counts()
 
         def write(target: Path) -> None:
             with target.open("wb") as file:
@@ -244,12 +237,9 @@ class LazySupervisedDataset(Dataset):
 
     def image_sizes(self) -> np.ndarray:
         """Width and height of every sample's only picture, int32 [N, 2], as the preflight found them; else zeros."""
-        if isinstance(self.records, RecordTable) and self.records.sizes:
-            with np.load(self.records.sizes) as manifest:
-                return manifest["sizes"][self.records.used]
-        images = [record_images(record) for record in self.records]
-        sizes = [self._opened(self.images.size, p[0], i) if len(p) == 1 else (0, 0) for i, p in enumerate(images)]
-        return np.array(sizes, np.int32).reshape(-1, 2)
+        assert self.records.sizes is not None  # `usable_records` sets it
+        with np.load(self.records.sizes) as manifest:
+            return manifest["sizes"][self.records.used]
 
     def visual_tokens(self) -> int | np.ndarray:
         """Visual tokens of each image of a sample: one number for all samples, or one for every sample [N]."""
@@ -289,7 +279,7 @@ class LazySupervisedDataset(Dataset):
 def _counts(dataset: LazySupervisedDataset, indices: range) -> np.ndarray:
     counts = []
     for index in indices:
-        is_image = dataset.tokenize(index).input_ids.numpy() == IMAGE_TOKEN_INDEX
+        is_image = dataset.tokenized(index)[0].input_ids.numpy() == IMAGE_TOKEN_INDEX
         images = int(is_image.sum())
         counts.append((len(is_image) - images, images, int(is_image.argmax())))  # argmax is 0 without images
     return np.array(counts, np.int32)

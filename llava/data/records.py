@@ -42,8 +42,6 @@ from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
 from llava.utils.digests import bytes_digest, file_stamp
 from llava.utils.progress import progress
 
-__all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
-
 DEFAULT_SEED = 42
 """The trainer's default."""
 _SHOWN_PROBLEMS = 10
@@ -418,10 +416,3 @@ def source_lines(records: RecordTable) -> list[str]:
         f"{source['samples']:,} samples of an epoch ({source['share']:.1%})"
         for source in records.source_counts()
     ]
-
-
-def name_of(records: Sequence[Record], index: int) -> str:
-    """The name of the record `[index]` in messages: by file and index there in a table, by its index in a list."""
-    if isinstance(records, RecordTable):
-        return records.named(index)
-    return record_name(records[index], index)

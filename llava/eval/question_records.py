@@ -16,7 +16,7 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, ImagePlace, Record, record_images, record_problem
 from llava.data.errors import named_by
 from llava.data.images import ImageStore
-from llava.data.records import RecordTable, load_records, name_of
+from llava.data.records import RecordTable, load_records
 from llava.utils.progress import progress
 
 SHOWN_FAULTS = 10
@@ -85,7 +85,7 @@ class QuestionRecords(Sequence[Question]):
 
     def named(self, index: int) -> str:
         """The name of a question in messages."""
-        return name_of(self.records, self.places[index])
+        return self.records.named(self.places[index])
 
     def pictures_content(self) -> str:
         """A digest of the questions' pictures, wherever their folder is."""

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import Record, name_of
+from llava.data.records import RecordTable
 from llava.layout import Layout
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -121,7 +121,7 @@ class NonFiniteGuard:
     gradient norm, which all ranks share. Weights, learning rate and optimizer state stay; only the data moves on.
     """
 
-    def __init__(self, records: Sequence[Record]):
+    def __init__(self, records: RecordTable):
         self.records = records
         self.in_a_row = self.total = self.without_targets = 0
         self.start_step([])
@@ -165,7 +165,7 @@ class NonFiniteGuard:
         return f"every loss is finite; records of the step: {'; '.join(names for _, names, _ in batches)}"
 
     def _names(self, samples: list[int]) -> str:
-        names = ", ".join(name_of(self.records, max(i, ~i)) for i in samples[:_NAMED])
+        names = ", ".join(self.records.named(max(i, ~i)) for i in samples[:_NAMED])
         return names + (f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else "")
 
 

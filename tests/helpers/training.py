@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from llava.constants import IMAGE_TOKEN_INDEX
-from llava.data.records import load_records
 from llava.model.attention import SEGMENTS
 from llava.model.builder import load_pretrained_model
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
+from llava.train.checks import checked_eval_records, checked_records
 
 ALL_PARTS = "mm_vision_tower,mm_mlp_adapter,mm_language_model"
 LM_AND_PROJECTOR = "mm_mlp_adapter,mm_language_model"
@@ -58,9 +58,9 @@ def build(argv: list[str]):
     train_module.check_flags(*parsed)
     train_module.set_seed(parsed[2].seed)
     model = train_module.build_model(*parsed)
-    records, eval_path = load_records(parsed[1].data_path), parsed[1].eval_data_path
-    eval_records = load_records(eval_path) if eval_path else None
-    path, max_length = parsed[0].model_name_or_path, parsed[2].model_max_length
+    version, path, max_length = parsed[0].version, parsed[0].model_name_or_path, parsed[2].model_max_length
+    records, _ = checked_records(version, *parsed[1:])
+    eval_records = checked_eval_records(version, *parsed[1:], records)
     settings = train_module.run_settings(
         *parsed, records, train_module.training_tokenizer(path, max_length, None), eval_records
     )
