@@ -21,22 +21,10 @@ TOKENIZERS = {
 }
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 ONE = [("human", "<image>\nWhat is it?")]
-SEVERAL = [
-    *ONE,
-    ("gpt", "A cat."),
-    ("human", " And <image>, this <image><image>?"),
-    ("gpt", "Dogs"),
-    ("human", "Sure?\n"),
-]
 SYSTEM = ("system", "Be terse.")
 TEMPLATES = [name for name, template in conv_templates.items() if template.sep_style is not SeparatorStyle.PLAIN]
 STYLES = {conv_templates[name].sep_style: name for name in TEMPLATES}
-PAIRS = [  # every template with a tokenizer, one of each style with all
-    (kind, name)
-    for i, name in enumerate(TEMPLATES)
-    for j, kind in enumerate(TOKENIZERS)
-    if i % len(TOKENIZERS) == j or name in STYLES.values()
-]
+PAIRS = [(kind, name) for name in STYLES.values() for kind in TOKENIZERS]
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -47,12 +35,8 @@ def tokenizers(request):
     return plain, extended
 
 
-def messages(turns, parts=False):
-    chat = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
-    if parts:  # as a pipeline's users write them
-        question = [{"type": "image"}, {"type": "text", "text": chat[-1]["content"].removeprefix("<image>\n")}]
-        chat[-1]["content"] = question
-    return chat
+def messages(turns):
+    return [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
 
 
 def conversation(turns):
@@ -67,26 +51,6 @@ def ids_of(messages, tokenizer, **options):
     assert tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options) == ids
     image = tokenizer.convert_tokens_to_ids("<image>")
     return [IMAGE_TOKEN_INDEX if token == image else token for token in ids]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tokenizers", "name"), PAIRS, indirect=["tokenizers"])
-def test_the_exported_template_writes_what_training_learns_and_asks(tokenizers, name):
-    plain, extended = tokenizers
-    template = conv_templates[name]
-    extended.chat_template = chat_template(template, extended)
-    conversations = [ONE, SEVERAL, [("human", "Hi")]]
-    if template.sep_style is not SeparatorStyle.GEMMA:
-        conversations += [[SYSTEM, *ONE], [SYSTEM, *SEVERAL]]
-    for turns in conversations:
-        expected = generation_ids(conversation(turns), plain, template).tolist()
-        assert ids_of(messages(turns), extended, add_generation_prompt=True) == expected
-    expected = generation_ids(conversation(ONE), plain, template).tolist()
-    assert ids_of(messages(ONE, parts=True), extended, add_generation_prompt=True) == expected
-
-    turns = [*SEVERAL, ("gpt", "Yes.")]
-    expected = preprocess(conversation(turns), plain, template).input_ids.tolist()
-    assert ids_of(messages(turns), extended) == expected
 
 
 TEXT = st.text("aB \n", max_size=4)

@@ -1,22 +1,20 @@
 """Records, samples, batches and their order."""
 
-import contextlib
 import json
-import pickle
 import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pairwise import pairwise
 from training import flags
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.errors import DataError, named_by
-from llava.data.images import ImageStore
+from llava.data.errors import DataError
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler
 from llava.train.train import train
@@ -24,17 +22,19 @@ from llava.train.train import train
 V = 4
 
 
-def dataset(tiny, tokenizer, records, model_max_length=512, image_folder=None):
-    return LazySupervisedDataset(
-        records,
-        tokenizer,
-        version="chatml",
-        image_processor=SiglipImageProcessorPil(size={"height": 16, "width": 16}),
-        image_folder=str(image_folder or tiny / "data/images"),
-        image_aspect_ratio="square",
-        num_visual_tokens=V,
-        model_max_length=model_max_length,
-    )
+@pytest.fixture
+def dataset(tiny, tokenizer, tmp_path):
+    """A function that makes a data set of records."""
+
+    def made(records, model_max_length=512, image_folder=tiny / "data/images"):
+        (tmp_path / "dataset.json").write_text(json.dumps(records))
+        table = load_records(str(tmp_path / "dataset.json"), check=False)
+        processor = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+        return LazySupervisedDataset(
+            table, tokenizer, "chatml", processor, str(image_folder), "square", V, model_max_length
+        )
+
+    return made
 
 
 def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
@@ -50,46 +50,13 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"id": 7, "image": "a.png", "conversations": turns("no placeholder")}, "id 7.*0 <image> placeholders but 1"),
-        ({"conversations": []}, "non-empty list under 'conversations'"),
-        ({"conversations": [{"from": "human"}]}, "turn 0: expected"),
-        ({"image": 3, "conversations": turns("<image>")}, "'image': expected a path"),
-        ("text", "expected an object, found str"),
-        ({"conversations": turns("a", "\ud83d")}, "not UTF-8, or half of a surrogate pair"),
-        (
-            {"conversations": turns("<image>")},
-            "0 images under 'image'; the record has 'conversations': add the picture",
-        ),
-        (
-            {"image_path": "a.png", "conversations": turns("<image>")},
-            "the record has 'image_path', 'conversations': add",
-        ),
-        ({"image": "a", "images": ["b"], "conversations": turns("<image>")}, "under 'image' and under 'images'"),
-        ({"conversations": [{"role": "user", "text": "a"}]}, "turn 0: expected .*'role': str, 'content': str or parts"),
-        ({"dialog": turns("a"), "id": 3}, "under 'conversations' or 'messages'; the record has 'dialog', 'id'"),
-    ],
-)
-def test_malformed_record_is_named(tmp_path, record, message):
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps([record]))
-    with pytest.raises(ValueError, match=f"(?s)bad.json.*{message}"):
-        load_records(str(path))
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.json", "{", "record 0: line 1, column 2: not valid JSON: Expecting property name"),
-        ("a.json", '{\n "id": 1\n}\n{\n "id": 2\n}', "line 1, column 2: not valid JSON: Expecting property name"),
         ("a.json", "[]", "holds no records"),
         ("a.json", '[\n {"id": 1},\n]', "line 3, column 1: not valid JSON: Expecting value"),
-        ("a.json", '[{"id": 1} {"id": 2}]', "line 1, column 12: not valid JSON: Expecting ',' delimiter"),
         ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: not valid JSON: Extra data"),
-        ("a.json", "hello", "line 1, column 1: not valid JSON: Expecting value"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: Expecting property name"),
-        ("a.jsonl", '[{"id": 1},\n]', "line 2, column 1: not valid JSON: Expecting value"),
     ],
 )
 def test_unreadable_file_is_named(tmp_path, name, content, message):
@@ -98,10 +65,11 @@ def test_unreadable_file_is_named(tmp_path, name, content, message):
         load_records(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-@pytest.mark.parametrize("layout", ["list", "indented list", "lines", "lines of Windows", "one line"])
-def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, name, layout, encoding):
+@pytest.mark.parametrize(
+    ("layout", "name", "encoding"),
+    pairwise(["list", "indented list", "lines of Windows", "one line"], ["a.json", "a.jsonl"], ["utf-8", "utf-8-sig"]),
+)
+def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, layout, name, encoding):
     records = [
         {"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(1 if "one" in layout else 3)
     ]
@@ -110,16 +78,6 @@ def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, na
     text = json.dumps(records, indent=1 if "indented" in layout else None) if "list" in layout else end.join(lines)
     (tmp_path / name).write_text(text, encoding=encoding, newline="")
     assert list(load_records(str(tmp_path / name))) == records
-
-
-def test_a_relative_path_that_is_missing_is_reported_with_where_it_starts(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=f"^b.json: no such file .from {tmp_path}."):
-        load_records("b.json")
-    with pytest.raises(DataError, match=f"^--image_folder b: no such folder or zip file .from {tmp_path}."):
-        ImageStore("b")
-    with pytest.raises(DataError, match="b.json: no such file;"):
-        load_records(str(tmp_path / "b.json"))
 
 
 def write_folder(folder, names):
@@ -151,11 +109,8 @@ def test_a_folder_stands_for_every_file_below_it_sorted_by_path(tmp_path, kinds)
     [
         (["a.parquet", "b.json", "c.jsonl"], "1 Parquet files and 2 of JSON, which may be"),
         (["a.parquet", "b.jsonl.gz"], "b.jsonl.gz would not be read"),
-        (["a.json", "b.JSON"], "b.JSON would not be read"),
-        (["data.arrow", "state.json"], "data.arrow would not be read.*docs/data.md"),
         (["a.csv"], "a.csv would not be read"),
-        (["c/a.png"], "the folder has no file that ends in .json, .jsonl, .parquet$"),
-        (["dataset_info.json"], "the folder has no file that ends in .json, .jsonl, .parquet$"),
+        (["c/a.png", "dataset_info.json"], "the folder has no file that ends in .json, .jsonl, .parquet$"),
     ],
 )
 def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, names, message):
@@ -164,43 +119,12 @@ def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, 
         load_records(str(tmp_path))
 
 
-def test_a_data_errors_message_begins_with_the_innermost_flag_also_from_a_process(tmp_path):
-    for given, beginning in (((), ""), (("--eval_data_path",), "--eval_data_path "), (("--data", "x"), "--data ")):
-        with pytest.raises(DataError) as error, contextlib.ExitStack() as stack:
-            for flag in reversed(given):
-                stack.enter_context(named_by(flag))
-            load_records(str(tmp_path / "none.json"))
-        expected = f"{beginning}{tmp_path}/none.json: no such file; expected .json, "
-        assert str(error.value).startswith(expected)
-        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-
-
-def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):
-    records = load_records(str(tiny / "data/finetune.json"))
-    data = dataset(tiny, tokenizer, records)
-    sample = data[0]
-    assert sample["images"].shape == (1, 3, 16, 16)
-    assert int((sample["input_ids"] == IMAGE_TOKEN_INDEX).sum()) == 1
-    supervised = sample["input_ids"][sample["labels"] != IGNORE_INDEX]
-    assert tokenizer.decode(supervised).startswith(records[0]["conversations"][1]["value"])
-    assert "images" not in data[2]
-
-
-def test_lengths_count_visual_tokens_and_sign_the_modality(tiny, tokenizer):
-    data = dataset(tiny, tokenizer, load_records(str(tiny / "data/finetune.json"))[:6])
-    for index, length in enumerate(data.modality_lengths()):
-        sample = data[index]
-        expanded = len(sample["input_ids"]) + (V - 1) * int((sample["input_ids"] == IMAGE_TOKEN_INDEX).sum())
-        assert abs(length) == expanded
-        assert (length > 0) == ("images" in sample)
-
-
-def test_cut_counts_after_expansion_and_drops_the_images_after_it(tiny, tokenizer, caplog):
+def test_cut_counts_after_expansion_and_drops_the_images_after_it(dataset, caplog):
     record = {"id": "x", "image": ["0.png", "1.png"], "conversations": turns("<image> and <image>?")}
-    whole = dataset(tiny, tokenizer, [record])[0]
+    whole = dataset([record])[0]
     first, second = (whole["input_ids"] == IMAGE_TOKEN_INDEX).nonzero().flatten().tolist()
     for limit, images in ((first, 0), (first + 1, 1), (first + V + 1, 1), (second + V, 2)):
-        data = dataset(tiny, tokenizer, [record], model_max_length=limit)
+        data = dataset([record], model_max_length=limit)
         sample = data[0]
         assert sample.get("images", torch.empty(0)).shape[0] == images
         assert torch.equal(sample["input_ids"], whole["input_ids"][: len(sample["input_ids"])])
@@ -208,30 +132,17 @@ def test_cut_counts_after_expansion_and_drops_the_images_after_it(tiny, tokenize
     assert "id 'x'" in caplog.text and "--model_max_length" in caplog.text
 
 
-def test_missing_and_broken_pictures_name_the_record(tiny, tokenizer, tmp_path):
-    missing = {"id": "gone", "image": "nowhere.png", "conversations": turns("<image>")}
-    with pytest.raises(FileNotFoundError, match="id 'gone'.*nowhere.png.*--image_folder"):
-        dataset(tiny, tokenizer, [missing])[0]
-    (tiny / "data/images/broken.png").write_bytes(b"not a picture")
-    broken = {"id": "bad", "image": "broken.png", "conversations": turns("<image>")}
-    try:
-        with pytest.raises(ValueError, match="id 'bad'.*broken.png cannot be decoded"):
-            dataset(tiny, tokenizer, [broken])[0]
-    finally:
-        (tiny / "data/images/broken.png").unlink()  # other tests take the whole folder
-
-
-def test_a_truncated_picture_is_named_and_its_sample_is_left_out_where_the_user_asks(tiny, tokenizer, tmp_path, caplog):
+def test_a_truncated_picture_is_named_and_its_sample_is_left_out_where_the_user_asks(tiny, dataset, tmp_path, caplog):
     """Its header is whole, so that nothing but decoding it shows the damage."""
     images = shutil.copytree(tiny / "data/images", tmp_path / "images")
     for name in ("2.png", "3.png", "4.png"):
         (images / name).write_bytes((images / name).read_bytes()[:-40])
     record = {"id": "cut", "image": "3.png", "conversations": turns("<image>")}
-    data = dataset(tiny, tokenizer, [record], image_folder=images)
+    data = dataset([record], image_folder=images)
     with pytest.raises(ValueError, match="id 'cut'.*3.png cannot be decoded.*--full_decode"):
         data[0]
     data.leaves_out = True
-    sample, whole = data[0], dataset(tiny, tokenizer, [record])[0]
+    sample, whole = data[0], dataset([record])[0]
     assert torch.equal(sample["input_ids"], whole["input_ids"]) and sample["images"].shape == whole["images"].shape
     assert sample["index"] == ~0 and (sample["labels"] == IGNORE_INDEX).all() and len(sample["images"].unique()) == 1
     assert "id 'cut'" in caplog.text and "left out" in caplog.text
@@ -286,8 +197,3 @@ def test_a_window_puts_pairs_of_similar_sums_into_one_batch():
     found = sorted(sorted(lengths[i] for i in batch) for batch in batches.tolist())
     assert found[:2] == [[1, 2, 102, 103], [3, 4, 100, 101]]
     assert all(batch[0] + batch[3] == batch[1] + batch[2] == 21 for batch in found[2:])
-
-
-def test_sampler_refuses_empty_samples():
-    with pytest.raises(ValueError, match="sample 1 has length 0"):
-        ModalityLengthGroupedSampler([3, 0, -2], 2)

@@ -1,31 +1,30 @@
 """Pictures from folders, zip files and Parquet rows are the same pictures; what is hostile or broken is named."""
 
 import os
-import pickle
 import random
 import warnings
 import zipfile
 import zlib
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from data_files import encoded, noise
 from PIL import Image, ImageOps
 
 from llava.asking import load_picture
 from llava.conversation import get_template
-from llava.data import images, parquet_files
+from llava.data import images
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
 from llava.data.parquet_files import LostRows, RowReader
 from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records
 from llava.data.zip_files import ZipMembers
-from llava.mm_utils import to_rgb
+from llava.model.multimodal_projector.adapter import read_tensors
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
@@ -58,40 +57,13 @@ def test_folder_zip_and_rows_give_the_same_pixels_in_any_order(everywhere):
     root, names = everywhere
     folder, archive, rows = ImageStore(root / "images"), ImageStore(root / "images.zip"), ImageStore(None)
     order = list(range(len(names)))
-    for shuffled in (order, random.Random(0).sample(order, len(order)), [5, 5, 4, 39, 0]):
+    for shuffled in (order, [5, 5, 4, 39, 0]):
         for index in shuffled:
             expected = np.asarray(Image.open(root / "images" / names[index]))
             row = RowImage(str(root / "rows.parquet"), index)
             for store, image in ((folder, names[index]), (archive, names[index]), (rows, row)):
                 assert np.array_equal(np.asarray(store.open(image)), expected)
                 assert kind_of(store, image, full_decode=True) is None
-
-
-def test_stores_travel_to_other_processes_without_what_they_have_open(everywhere):
-    root, names = everywhere
-    for store, image in (
-        (ImageStore(root / "images.zip"), names[3]),
-        (ImageStore(None), RowImage(str(root / "rows.parquet"), 3)),
-    ):
-        store.open(image)
-        packed = pickle.dumps(store)
-        assert len(packed) < 1500
-        assert np.array_equal(np.asarray(pickle.loads(packed).open(image)), np.asarray(store.open(image)))
-
-
-def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, monkeypatch):
-    root, names = everywhere
-    started = []
-    real = pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile, "iter_batches", lambda *a, **k: started.append(k["row_groups"]) or real(*a, **k)
-    )
-    monkeypatch.setattr(parquet_files, "_IMAGES", 2)
-    reader = RowReader()
-    for index in range(len(names)):
-        reader.read(RowImage(str(root / "rows.parquet"), index))
-        assert len(reader._held) <= 2
-    assert started == [[group] for group in range(6)]
 
 
 # --- names that lead elsewhere ----------------------------------------------------------------------------------------
@@ -111,12 +83,8 @@ def test_paths_out_of_the_folder_are_refused(folder, name):
     with pytest.raises(ImageError, match="is outside --image_folder.*outside.png|images-too.png"):
         store.open(name.format(root=folder))
     assert kind_of(store, name.format(root=folder)) == "image_outside"
-
-
-@pytest.mark.parametrize("name", ["in.png", "sub/../in.png", "./sub//deep.png", "{root}/images/in.png"])
-def test_paths_that_stay_inside_are_taken(folder, name):
-    for root in (folder / "images", f"{folder}/images/", folder / "images/sub/.."):
-        assert kind_of(ImageStore(root), name.format(root=folder), full_decode=True) is None
+    for inside in ("in.png", "sub/../in.png", "./sub//deep.png", f"{folder}/images/in.png"):
+        assert kind_of(ImageStore(f"{folder}/images/sub/.."), inside, full_decode=True) is None
 
 
 def test_links_are_followed(folder):
@@ -165,36 +133,12 @@ def bomb(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("size", [(9_500, 9_500), (60_000, 60_000)])
-def test_a_decompression_bomb_is_an_error_not_a_warning(folder, size):
-    (folder / "images/bomb.png").write_bytes(bomb(*size))
+def test_a_decompression_bomb_is_an_error_not_a_warning(folder):
+    (folder / "images/bomb.png").write_bytes(bomb(9_500, 9_500))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, problem = ImageStore(folder / "images").check("bomb.png")
     assert problem.kind == "image_unreadable" and "decompression bomb" in problem.message
-
-
-def test_a_truncated_picture_passes_the_header_check_and_fails_the_full(folder):
-    for name, data in (("a.png", encoded(noise(size=(64, 64)))), ("a.jpg", encoded(noise(size=(64, 64)), "JPEG"))):
-        (folder / "images" / name).write_bytes(data[: len(data) // 2])
-        store = ImageStore(folder / "images")
-        assert kind_of(store, name) is None and kind_of(store, name, full_decode=True) == "image_unreadable"
-        with pytest.raises(ImageError, match=f"{name} cannot be decoded"):
-            store.open(name)
-
-
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_of_an_animation_the_first_frame_is_used_and_that_is_reported(folder, kind):
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    path = folder / f"images/a.{kind.lower()}"
-    path.write_bytes(
-        encoded(
-            frames[0], kind, save_all=True, append_images=frames[1:], **{"lossless": True} if kind == "WEBP" else {}
-        )
-    )
-    store = ImageStore(folder / "images")
-    assert kind_of(store, path.name) is None and kind_of(store, path.name, full_decode=True) is None
-    assert to_rgb(store.open(path.name)).getpixel((4, 4)) == (255, 0, 0)
 
 
 class Unflagged(zipfile.ZipInfo):
@@ -219,27 +163,18 @@ def test_names_beyond_ascii_are_found_whoever_wrote_the_zip_file_and_in_either_f
     assert ImageStore(tmp_path).check(composed)[1] is None
 
 
-@pytest.mark.parametrize("size", [(1, 12_000), (12_000, 1), (101, 1), (16_385, 200)])
-def test_a_picture_too_long_for_its_width_is_refused_by_its_header(everywhere, tmp_path, size):
-    data = encoded(Image.new("L", size))
-    assert len(data) < 8_000
-    (tmp_path / "long.png").write_bytes(data)
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("long.png", data)
-    pq.write_table(pa.table({"image": [data]}), tmp_path / "a.parquet")
-    row = RowImage(str(tmp_path / "a.parquet"), 0)
-    for root, place in ((tmp_path, "long.png"), (tmp_path / "a.zip", "long.png"), (None, row)):
-        _, problem = ImageStore(root).check(place)
-        assert problem.kind == "image_unreadable"
-        assert f"{size[0]:,} x {size[1]:,} pixels; a side may be 100 times the other" in problem.message
-        for read in (ImageStore(root).open, ImageStore(root).size):
-            with pytest.raises(ImageError, match="a side may be 100 times"):
-                read(place)
+def test_a_picture_too_long_for_its_width_is_refused_by_its_header(tmp_path):
+    Image.new("L", (101, 1)).save(tmp_path / "long.png")
+    _, problem = ImageStore(tmp_path).check("long.png")
+    assert problem.kind == "image_unreadable" and "101 x 1 pixels; a side may be 100 times the other" in problem.message
+    for read in (ImageStore(tmp_path).open, ImageStore(tmp_path).size):
+        with pytest.raises(ImageError, match="a side may be 100 times"):
+            read("long.png")
     with pytest.raises(ValueError, match="--image-file .*long.png.*a side may be 100 times"):
         load_picture(str(tmp_path / "long.png"))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "MPO"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
 def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
     store, turning = ImageStore(tmp_path), ImageStore(tmp_path, orientation="exif")
     assert store.identity() != turning.identity()
@@ -263,45 +198,6 @@ def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
             assert kind_of(store, name) is None
 
 
-def test_a_picture_that_is_turned_and_cut_off_is_a_fault_when_decoded(tmp_path):
-    exif = Image.Exif()
-    exif[274] = 6
-    data = encoded(noise(size=(64, 64)), "JPEG", exif=exif)
-    (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
-    assert kind_of(ImageStore(tmp_path), "a.jpg") == "turned"
-    assert kind_of(ImageStore(tmp_path), "a.jpg", full_decode=True) == "image_unreadable"
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_levels_of_32_bits_are_named(tmp_path, dtype):
-    Image.fromarray(np.zeros((4, 4), dtype)).save(tmp_path / "a.tif")
-    store = ImageStore(tmp_path)
-    assert kind_of(store, "a.tif") == "image_unreadable"
-    with pytest.raises(ImageError, match=r"a\.tif.*levels of 32 bits.*convert it to 8 bits"):
-        store.open("a.tif")
-
-
-def test_colours_that_cannot_become_rgb_are_named_by_the_header(tmp_path):
-    Image.new("LAB", (4, 4)).save(tmp_path / "a.tif")
-    assert "colours of mode LAB; convert it to RGB" in ImageStore(tmp_path).check("a.tif")[1].message
-
-
-def test_unusual_modes_of_8_bits_are_decoded_as_pillow_stores_them(folder):
-    palette = noise("L").convert("P")
-    palette.info["transparency"] = bytes(range(256))
-    sixteen = Image.fromarray(np.arange(63, dtype=np.uint16).reshape(7, 9) * 1000)
-    cases = {"cmyk.jpg": noise("CMYK"), "palette.png": palette, "sixteen.png": sixteen, "alpha.png": noise("RGBA")}
-    store = ImageStore(folder / "images")
-    for name, image in cases.items():
-        image.save(folder / "images" / name)
-        with Image.open(folder / "images" / name) as expected:
-            found = store.open(name)
-            assert found.mode == ("RGB" if name == "sixteen.png" else expected.mode) and np.array_equal(
-                np.asarray(to_rgb(found)), np.asarray(to_rgb(expected))
-            )
-        assert kind_of(store, name, full_decode=True) is None
-
-
 # --- broken containers ------------------------------------------------------------------------------------------------
 
 
@@ -309,14 +205,6 @@ def test_a_broken_zip_file_is_named(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"PK not really")
     with pytest.raises(ValueError, match="--image_folder .*a.zip: neither a folder nor a readable zip file"):
         ImageStore(tmp_path / "a.zip")
-    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
-        archive.writestr("x", b"")
-    data = bytearray((tmp_path / "c.zip").read_bytes())
-    listed = data.index(b"PK\x01\x02")
-    data[listed + 28], data[listed + 30] = 0, 1  # the name's only byte counts as an extra field: there is no name
-    (tmp_path / "c.zip").write_bytes(data)
-    with pytest.raises(ValueError, match="c.zip: neither"):
-        ImageStore(tmp_path / "c.zip")
     with zipfile.ZipFile(tmp_path / "b.zip", "w"):
         pass
     with pytest.raises(ValueError, match="b.zip: the zip file holds no files"):
@@ -346,33 +234,11 @@ def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path)
         images.LARGEST_FILE = images_limit
 
 
-def test_a_zip_file_that_was_replaced_is_listed_anew(tmp_path):
-    for seed in (1, 2):
-        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-            archive.writestr("a.png", encoded(noise(seed=seed)))
-        store = ImageStore(tmp_path / "a.zip")
-        assert np.array_equal(np.asarray(store.open("a.png")), np.asarray(noise(seed=seed)))
-
-
-def test_a_shard_that_vanishes_or_breaks_is_named(tmp_path, everywhere):
-    root, _ = everywhere
-    path = tmp_path / "rows.parquet"
-    data = bytearray((root / "rows.parquet").read_bytes())
-    data[40:400] = bytes(360)
-    path.write_bytes(data)
-    store = ImageStore(None)
-    assert kind_of(store, RowImage(str(path), 0)) == "image_unreadable"
-    assert kind_of(store, RowImage(str(path), 39)) is None  # after an error the reader goes on
-    assert kind_of(store, RowImage(str(path), 400)) == "image_unreadable"
-    assert kind_of(store, RowImage(str(tmp_path / "gone.parquet"), 0)) in ("image_missing", "image_unreadable")
-
-
-@pytest.mark.parametrize("compression", ["snappy", "gzip", "none"])
-def test_no_row_gets_another_rows_picture_after_a_damaged_page(tmp_path, compression):
+def test_no_row_gets_another_rows_picture_after_a_damaged_page(tmp_path):
     rows = [bytes([i]) * 300 + random.Random(i).randbytes(50) for i in range(40)]
     path = tmp_path / "rows.parquet"
     pages = {"data_page_size": 300 * 8, "write_batch_size": 8, "use_dictionary": False}
-    pq.write_table(pa.table({"image": pa.array(rows)}), path, compression=compression, **pages)
+    pq.write_table(pa.table({"image": pa.array(rows)}), path, compression="none", **pages)
     whole, refused = path.read_bytes(), set()
     for start in range(4, len(whole) - 700, len(whole) // 60):
         path.write_bytes(whole[:start] + bytes(byte ^ 0xA5 for byte in whole[start : start + 8]) + whole[start + 8 :])
@@ -403,19 +269,11 @@ def test_a_row_group_that_has_lost_a_page_is_refused_as_a_file(tmp_path):
 
 
 def test_a_pickle_in_an_adapter_file_is_refused_and_not_executed(tmp_path):
-    from llava.model.multimodal_projector.adapter import read_tensors
-
     class Payload:
         def __reduce__(self):
-            return Path.touch, (tmp_path / "executed",)
-
-    import torch
+            return os.mkdir, (tmp_path / "executed",)
 
     torch.save({"model.mm_projector.0.weight": Payload()}, tmp_path / "mm_projector.bin")
-    (tmp_path / "raw.bin").write_bytes(pickle.dumps(Payload()))
-    (tmp_path / "cut.bin").write_bytes((tmp_path / "mm_projector.bin").read_bytes()[:100])
-    torch.save([1, 2], tmp_path / "list.bin")
-    for name in ("mm_projector.bin", "raw.bin", "cut.bin", "list.bin"):
-        with pytest.raises(ValueError, match=name):
-            read_tensors(tmp_path / name)
+    with pytest.raises(ValueError, match="mm_projector.bin"):
+        read_tensors(tmp_path / "mm_projector.bin")
     assert not (tmp_path / "executed").exists()

@@ -116,20 +116,14 @@ FORMS = {
 def test_messages_become_llavas_records(tmp_path, form):
     found, expected = FORMS[form]
     assert list(load_records(written(tmp_path / "a.jsonl", found))) == [expected]
-    (tmp_path / "b.json").write_text(json.dumps([found, found], indent=1))
-    assert list(load_records(str(tmp_path / "b.json"))) == [expected] * 2
-    assert list(load_records(written(tmp_path / "one_line.json", found))) == [expected]
 
 
 FAULTS = {
-    "tool": ([user("q"), {"role": "tool", "content": "x"}], "turns", "turn 1: 'tool': calls of tools"),
     "tool calls": ([user("q"), assistant(None, tool_calls=[{}])], "turns", "turn 1: 'tool_calls': calls of tools"),
     "role": ([user("q"), {"role": "bot", "content": "x"}], "turns", "turn 1: 'role' is 'bot', expected one of user"),
     "video": ([user([{"type": "video"}])], "schema", "turn 0: part 0: expected .* found {'type': 'video'}"),
     "address": ([user([{"type": "image", "url": "http://x"}])], "schema", "part 0: expected a picture's path"),
-    "bytes": ([user([{"type": "image", "image": {"bytes": "x"}}])], "schema", "bytes of a picture; expected them"),
     "some named": ([user([OTHER, PICTURE])], "schema", "2 image parts, but only 1 of them name a picture"),
-    "placeholders": ([user([PICTURE]), assistant("a")], "placeholders", "1 <image> placeholders but 0 images"),
     "empty": ([], "schema", r"a non-empty list under 'messages', found \[\]"),
 }  # fmt: skip
 
@@ -149,9 +143,6 @@ def test_what_cannot_be_converted_is_named_with_its_record(tmp_path, fault):
     [
         ({"messages": [user("q")], "conversations": [human("q")]}, "under 'conversations' and under 'messages'; keep"),
         ({"image": "a.png", "messages": [user([OTHER])]}, "pictures in the turns and under 'image'; keep one"),
-        ({"prompt": "q", "completion": "a"}, "or 'messages'; the record has 'prompt', 'completion'"),
-        ({"images": ["a.png"], "conversations": [human("q"), gpt("a")]}, "0 <image> placeholders but 1 images"),
-        ({"images": ["a.png"], "messages": [human("q") | {"role": None}, gpt("a")]}, "0 <image> placeholders but 1 im"),
     ],
 )  # fmt: skip
 def test_a_record_with_two_meanings_is_refused(tmp_path, record, message):
@@ -196,8 +187,7 @@ def five_formats(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["chatml", "v1"])
-@pytest.mark.parametrize("label_masking", ["assistant", "upstream"])
+@pytest.mark.parametrize(("version", "label_masking"), [("chatml", "assistant"), ("v1", "upstream")])
 def test_five_formats_give_the_same_tokens_labels_and_pixels(five_formats, tokenizer, version, label_masking):
     processor = SiglipImageProcessorPil(size={"height": 8, "width": 8})
     samples = {}
@@ -213,23 +203,3 @@ def test_five_formats_give_the_same_tokens_labels_and_pixels(five_formats, token
             assert sample.keys() == expected.keys(), name
             for key in ("input_ids", "labels", "images"):
                 assert key not in expected or torch.equal(sample[key], expected[key]), (name, key)
-
-
-def test_parts_in_parquet_are_read_by_row_and_text_that_is_not_utf8_is_named(tmp_path):
-    parts = pa.list_(pa.struct([("type", pa.string()), ("text", pa.string())]))
-    kind = pa.list_(pa.struct([("role", pa.string()), ("content", parts)]))
-    good = [user([PICTURE, text("q")]), assistant([text("a")])]
-    pictures = pa.array([{"bytes": BYTES[0], "path": "a.png"}] * 2, STRUCT)
-    pq.write_table(pa.table({"messages": pa.array([good] * 2, kind), "image": pictures}), tmp_path / "a.parquet")
-    table = load_records(str(tmp_path / "a.parquet"))
-    assert table[1]["conversations"] == [human("<image>\nq"), gpt("a")] and table[1]["image"].row == 1
-    turns = pa.struct([("role", pa.string()), ("content", pa.binary())])
-    rows = [[user(b"q"), assistant(b"a")], [user(b"q"), assistant(b"\xff")]]
-    column = pa.array(rows, pa.list_(turns))
-    as_text = pa.struct([("role", pa.string()), ("content", pa.string())])
-    values = column.flatten()
-    fields = [values.field(0), values.field(1).view(pa.string())]
-    lists = pa.ListArray.from_arrays(column.offsets, pa.StructArray.from_arrays(fields, fields=list(as_text)))
-    pq.write_table(pa.table({"messages": lists}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="b.parquet: cannot be read as Parquet .*utf-8"):
-        load_records(str(tmp_path / "b.parquet"), check=False)

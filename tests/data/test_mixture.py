@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
 import zipfile
 from collections import Counter
@@ -17,13 +16,12 @@ from data_files import BYTES, TURNS
 
 from llava.conversation import get_template
 from llava.data import preflight as command
-from llava.data.checks import PlacedImage
 from llava.data.errors import DataError
-from llava.data.images import ImageError, ImageStore
+from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records
 from llava.data.records import load_records, source_lines
 from llava.train.arguments import DataArguments
-from llava.train.checks import checked_eval_records, report_left_out
+from llava.train.checks import checked_eval_records
 from llava.train.llava_trainer import NonFiniteGuard
 
 RULES = Rules(get_template("chatml"), "assistant")
@@ -60,8 +58,8 @@ CATS, DOGS = {"json_path": "cats.jsonl"}, {"json_path": "dogs.jsonl"}
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [("all", range(20)), ("first:3", range(3)), ("first:10%", range(2)), ("first:11%", range(3)),
-     ("end:4", range(16, 20)), ("end:100%", range(20)), ("first:1000", range(20)), ("end:1000", range(20))],
+    [("all", range(20)), ("first:3", range(3)), ("first:11%", range(3)), ("end:4", range(16, 20)),
+     ("end:1000", range(20))],
 )  # fmt: skip
 def test_sampling_takes_what_llava_next_takes(place, strategy, expected):
     table = load_records(mixture(place, CATS | {"sampling_strategy": strategy}, DOGS))
@@ -76,17 +74,15 @@ def test_random_sampling_follows_the_seed_and_keeps_the_files_order(place):
     assert found == sorted(set(found)) and [sum(i < 20 for i in found), len(found)] == [5, 12]
 
 
-@pytest.mark.parametrize("epoch_samples", [None, 10, 64, 1000, 100_003])
+@pytest.mark.parametrize("epoch_samples", [None, 64, 100_003])
 def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples):
     more = {} if epoch_samples is None else {"epoch_samples": epoch_samples}
     path = mixture(place, CATS | {"weight": 0.9}, DOGS | {"weight": 2.1, "sampling_strategy": "first:30"}, **more)
     table = load_records(path)
     total = epoch_samples or 50
-    counts = Counter(name.split("-")[0] for name in (table.named(i).split("'")[1] for i in range(min(2000, total))))
     samples = [found["samples"] for found in table.source_counts()]
     assert samples == [round(0.3 * total), round(0.7 * total)] and len(table) == total
-    assert total > 2000 or counts["cats"] == samples[0]
-    assert len(table) < 100 or abs(samples[0] / len(table) - 0.3) < 0.01
+    assert (table.selected < 20).sum() == samples[0]
     repeated = Counter(table.selected.tolist())
     for number, (count, size, start) in enumerate(zip(samples, (20, 30), (0, 20), strict=True)):
         times = {repeated[i] for i in range(start, start + size)}
@@ -97,22 +93,14 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     )
 
 
-@pytest.mark.parametrize("weights", [(1, 1, 1), (0.1, 0.2, 0.7), (1, 1e6, 3), (1, 1, 4)])
-def test_an_epoch_has_exactly_its_samples_and_no_share_is_one_off(place, weights):
-    entries = [CATS | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
-    for total in (100, 101, 1_000_003) if max(weights) < 1e6 else (1_000_003,):
+def test_an_epoch_has_exactly_its_samples_and_no_share_is_one_off(place):
+    for weights, total in (((1, 1, 1), 101), ((0.1, 0.2, 0.7), 1_000_003), ((1, 1, 1), 1_000_003)):
+        entries = [CATS | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
         table = load_records(mixture(place, *entries, epoch_samples=total))
         samples = [found["samples"] for found in table.source_counts()]
         assert sum(samples) == len(table) == total
         assert all(abs(n - w / sum(weights) * total) < 1 for n, w in zip(samples, weights, strict=True))
-    assert weights != (1, 1, 1) or samples == [333335, 333334, 333334]  # of equal remainders the first
-
-
-def test_a_mixture_is_mapped_and_pickled_like_any_table(place):
-    table = load_records(mixture(place, CATS | {"weight": 1}, DOGS | {"weight": 1}))
-    copy = pickle.loads(pickle.dumps(table))
-    assert copy[-1] == table[-1] and copy.key == table.key and len(copy.source_counts()) == 2
-    assert len(table[3:5]) == 2 and not copy._tables[0]["record"].chunk(0).buffers()[2].is_mutable
+    assert samples == [333335, 333334, 333334]  # of equal remainders the first
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -130,19 +118,6 @@ def test_every_data_set_may_have_its_own_folder_or_zip_file(place):
     cat, dog = (store.open(table[i]["image"] if i == 0 else table[i]["image"][0]) for i in (0, 20))
     plain = ImageStore("images")
     assert cat.tobytes() == plain.open("0.png").tobytes() and dog.tobytes() == plain.open("7.png").tobytes()
-
-
-def test_pictures_that_vanish_from_a_data_sets_own_folder_are_named(place):
-    path = mixture(place, CATS | {"image_folder": "images"})
-    table = load_records(path, check=False)
-    store = ImageStore(None, others=table.image_folders)
-    (place / "images/0.png").rename(place / "images/a.png")
-    found, _ = preflight(table, store, RULES, show_progress=False)
-    assert len(found.faults["image_missing"]) == 3 and "image images/0.png does not exist" in str(found.faults)
-    assert "; check the mixture entry's image_folder and the record" in str(found.faults)
-    assert "--image_folder" not in str(found.faults)
-    with pytest.raises(ImageError, match="cats.jsonl is outside the mixture entry's image_folder images .at"):
-        store.open(PlacedImage("images", "../cats.jsonl"))
 
 
 def test_equal_pictures_in_another_data_sets_folder_are_checked_again(place):
@@ -202,21 +177,10 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     assert source_lines(kept)[0].startswith("cats: 18 of 20 records, 50 samples")
 
 
-def test_skipped_records_are_counted(place, caplog):
-    lines = (place / "dogs.jsonl").read_text().splitlines()
-    (place / "dogs.jsonl").write_text("\n".join(["{}"] * 20 + lines[:30]))
-    path = mixture(place, CATS | {"sampling_strategy": "first:14", "weight": 1}, DOGS | {"weight": 1}, epoch_samples=8)
-    table = load_records(path, check=False)
-    found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
-    report_left_out(usable_records(table, found, "skip", ""), "run")
-    assert "20 records were left out; they and their faults are in run/quarantine.jsonl" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("trained", "own", "said"),
     [
         ("first:75%", "end:25%", None),
-        ("all", "end:25%", "5 of 5 records are also training records (5 of {place}/cats.jsonl), so"),
         ("first:80%", "end:50%", "6 of 10 records are also training records (6 of {place}/cats.jsonl), so"),
     ],
 )
@@ -233,22 +197,15 @@ def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place
 
 FILES = {
     "empty": ("", "expected a list of data sets under 'datasets', found None"),
-    "broken": ("datasets:\n - {json_path: a\n - 3", "not valid YAML: .* expected ',' or '}'.* line 3, column 5"),
-    "unknown": ("datasets: [{json_path: cats.jsonl}]\nshuffle: 1", "unknown key 'shuffle'; expected datasets, epoch_s"),
     "epoch": ("datasets: [{json_path: cats.jsonl}]\nepoch_samples: 9", "'epoch_samples' is 9; .* a 'weight' in every"),
 }  # fmt: skip
 ENTRIES = {
     "no path": ([CATS | {"name": "c"}, {"name": "x"}], r"entry 1 \(x\): 'json_path' is None; expected a text"),
     "missing": ([CATS, {"json_path": "c.json"}], r"entry 1 \(c\): json_path c.json: no such file \(from "),
-    "kind": ([{"json_path": "mix.yaml.txt"}], r"entry 0 \(mix.yaml\): json_path mix.yaml.txt: no such file"),
-    "nested": ([{"json_path": "mix.yaml"}], "json_path mix.yaml: expected a file that ends in .json"),
-    "key": ([CATS | {"repeat_time": 2}], r"entry 0 \(cats.jsonl\): unknown key 'repeat_time'; expected json_path, sam"),
     "strategy": ([CATS | {"sampling_strategy": "middle:3"}], "'middle:3'; expected all, first:N, end:N or random:N"),
-    "names": ([CATS, DOGS, CATS], r"entry 2 \(cats.jsonl\): has the name of entry 0; give them names under 'name'"),
     "some weights": ([CATS | {"weight": 1}, DOGS], r"entry 1 .dogs.jsonl.: some entries have a .weight., and others"),
     "weight": ([CATS | {"weight": 0}], "'weight' is 0; expected a number above 0"),
     "share": ([CATS | {"weight": 1}, DOGS | {"weight": 1e-9}], r"entry 1 \(dogs\): has no sample of an epoch of 70"),
-    "folder": ([CATS | {"image_folder": "none"}], "image_folder none: no such folder or zip file"),
 }  # fmt: skip
 
 
@@ -267,10 +224,3 @@ def test_a_fault_of_an_entry_names_file_and_entry(place, fault):
     with pytest.raises(DataError, match=f"^mix.yaml: .*{message}") as error:
         load_records("mix.yaml")
     assert "\n" not in str(error.value)
-
-
-def test_a_mixture_stands_alone_and_must_be_there(place):
-    with pytest.raises(ValueError, match="mix.yaml: expected a file that ends in .json, .jsonl, .parquet"):
-        load_records(f"{mixture(place, CATS)},dogs.jsonl")
-    with pytest.raises(DataError, match="^no.yaml: no such file"):
-        load_records("no.yaml")

@@ -1,8 +1,6 @@
 """What the preflight lets through can be trained on, what it does not is named, counted and left out on every rank."""
 
-import io
 import json
-import os
 import random
 import re
 import time
@@ -24,12 +22,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from llava.conversation import conv_templates, get_template
 from llava.data import parquet_files
 from llava.data import preflight as command
-from llava.data import preflight as manifest
 from llava.data.checks import RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
-from llava.data.parallel import in_processes
 from llava.data.preflight import Rules, preflight, usable_records
+from llava.data.preprocess import _UPSTREAM_STYLES as UPSTREAM_STYLES
 from llava.data.records import RecordTable, load_records
 from llava.train import train as train_module
 
@@ -66,17 +63,12 @@ def samples(table: RecordTable, store: ImageStore, tokenizer, version: str, mask
 HIDDEN = {"from": "human", "value": "<imaQA_GT_caption_based_noisyge> <image>"}  # upstream takes that tag out
 CASES = {
     "no json": (b'{"id": 1', "json", "line 1, column 9: not valid JSON: Expecting"),
-    "number": (b'{"id": ' + b"9" * 5000 + b"}", "json", "line 1, column 1: not valid JSON"),
     "no utf-8": (b'{"id": "\xff\xfe", "conversations": []}', "text", "not UTF-8, or half of"),
     "surrogate": ({"conversations": [HUMAN, {"from": "gpt", "value": "\ud83d"}]}, "text", "half of a surrogate pair"),
-    "no object": ([1], "schema", "expected an object, found list"),
     "placeholders": ({"image": ["a.png", "a.png"], "conversations": TURNS}, "placeholders", "1 <image> .* 2 images"),
-    "speaker": ({"image": "a.png", "conversations": [HUMAN, {"from": "robot", "value": ""}]}, "turns", "'robot'"),
     "no answer": ({"image": "a.png", "conversations": [HUMAN]}, "turns", "nothing to learn"),
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
     "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "is outside"),
-    "no picture": ({"image": "../images", "conversations": TURNS}, "image_unreadable", "not a regular file"),
-    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "the record has 'image_path'"),
     "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
     "marker for a picture": (
         {"image": "a.png", "conversations": [{"from": "human", "value": "<img>?"}, GPT]},
@@ -86,10 +78,6 @@ CASES = {
         {"conversations": [{"from": "human", "value": "<|image_pad|>?"}, GPT]}, "other_marker",
         "'<.image_pad.>' is only text here; write <image> where a picture belongs",
     ),
-    "picture as text": (
-        {"conversations": [{"from": "human", "value": "data:image/png;base64,AAAA"}, GPT]}, "other_marker", "data",
-    ),
-    "empty path": ({"image": "", "conversations": TEXT}, "schema", "'' is not a path"),
 }  # fmt: skip
 
 
@@ -104,40 +92,8 @@ def test_each_fault_has_its_kind_and_names_file_and_record(tmp_path, pictures, c
     index, text = listed[kind][0]
     assert index == 0 and text.startswith(f"{tmp_path / 'a.jsonl'}: record 0")
     assert re.search(message, text)
-    is_fault = kind in manifest.FAULTS
+    is_fault = kind in command.FAULTS
     assert len(usable_records(table, found, "skip", "")) == 2 - is_fault
-
-
-def test_a_json_file_that_is_not_utf8_is_read_and_the_record_named(tmp_path):
-    (tmp_path / "a.json").write_bytes(b'[{"id": "ok", "conversations": [1]}, {"id": "caf\xe9", "conversations": [1]}]')
-    table = load_records(str(tmp_path / "a.json"), check=False)
-    assert [table.problem(i).kind for i in range(2)] == ["schema", "text"]
-    with pytest.raises(ValueError, match="a.json: record 1 .id 'caf.*not UTF-8, or half"):
-        load_records(str(tmp_path / "a.json"))
-
-
-def test_messages_about_several_files_say_which(tmp_path, pictures, tokenizer):
-    gone = {"id": "x", "image": "b.png", "conversations": TURNS}
-    jsonl(tmp_path / "a.jsonl", [{"id": "x", "conversations": TEXT}])
-    jsonl(tmp_path / "b.jsonl", [{"id": "y", "conversations": TEXT}, gone])
-    table = load_records(f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}", check=False)
-    second = f"{tmp_path / 'b.jsonl'}: record 1 (id 'x'): "
-    with pytest.raises(FileNotFoundError, match=re.escape(second)):
-        samples(table, pictures, tokenizer, "chatml", "assistant")[2]
-
-
-def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictures):
-    twice = {"image": "a.png", "conversations": [HUMAN, GPT, GPT]}
-    table = jsonl(tmp_path / "a.jsonl", [twice, {"conversations": TEXT}])
-    for version, masking, expected in (
-        ("chatml", "assistant", []),
-        ("v1", "assistant", [0]),
-        ("plain", "upstream", [0, 1]),
-        ("qwen_1_5", "upstream", []),
-        ("llava_llama_3", "upstream", []),
-    ):
-        found, _ = preflight(table, pictures, rules(version, masking), show_progress=False)
-        assert found.bad_records() == expected, version
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -147,76 +103,41 @@ def test_processes_find_what_one_process_finds(tmp_path, pictures, monkeypatch):
     good = {"image": "a.png", "conversations": TURNS}
     lines = [good | {"id": i // 2} if i % 7 else {"id": i} for i in range(300)]
     table = jsonl(tmp_path / "a.jsonl", lines)
-    monkeypatch.setattr(manifest, "_PIECE", 16)
-    here, sizes = manifest._checked(table, pictures, rules(), False)
-    monkeypatch.setattr(manifest, "_WORTH_PROCESSES", 1)
-    again, same = manifest._checked(table, pictures, rules(), False)
+    monkeypatch.setattr(command, "_PIECE", 16)
+    here, sizes = command._checked(table, pictures, rules(), False)
+    monkeypatch.setattr(command, "_WORTH_PROCESSES", 1)
+    again, same = command._checked(table, pictures, rules(), False)
     assert again == here and np.array_equal(sizes, same) and sizes[1].tolist() == [9, 7] and not sizes[7].any()
     assert here.bad_records() == list(range(0, 300, 7)) and here.counts["with_images"] == 300 - 43
 
 
-def test_a_second_preflight_reads_no_picture_and_a_full_one_serves_both(tmp_path, pictures, monkeypatch):
+def test_other_images_are_checked_again(tmp_path, pictures):
     table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
-    first = preflight(table, pictures, rules(full_decode=True), show_progress=False)
-    monkeypatch.setattr(manifest, "_checked", lambda *_: pytest.fail("checked again"))
-    again = load_records(str(tmp_path / "a.jsonl"), check=False)
-    assert preflight(again, ImageStore(tmp_path / "images"), rules(), show_progress=False) == first
+    assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == []
+    (tmp_path / "empty").mkdir()
+    assert preflight(table, ImageStore(tmp_path / "empty"), rules(), show_progress=False)[0].bad_records() == [0]
 
 
-@pytest.mark.parametrize("change", ["data", "folder", "damage"])
-def test_other_data_other_images_or_a_damaged_manifest_are_checked_again(tmp_path, pictures, change):
-    table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
-    _, path = preflight(table, pictures, rules(), show_progress=False)
-    if change == "data":
-        table = jsonl(tmp_path / "a.jsonl", [{"image": "b.png", "conversations": TURNS}])
-    elif change == "folder":
-        (tmp_path / "empty").mkdir()
-        pictures = ImageStore(tmp_path / "empty")
-    else:
-        path.write_bytes(path.read_bytes()[:-20])
-    found, again = preflight(table, pictures, rules(), show_progress=False)
-    assert (again == path) == (change == "damage")
-    assert found.bad_records() == ([] if change == "damage" else [0])
-
-
-def counted(monkeypatch) -> list[int]:
-    """A list that grows by one at every check."""
-    done = []
-    real = manifest._checked
-    monkeypatch.setattr(manifest, "_checked", lambda *arguments: done.append(1) or real(*arguments))
-    return done
-
-
-def test_a_remembered_result_says_so_and_can_be_asked_for_again(tmp_path, pictures, capsys, monkeypatch):
-    done = counted(monkeypatch)
+def test_a_remembered_result_says_so_and_is_made_again_where_it_is_stale(tmp_path, pictures, capsys, monkeypatch):
+    done, real = [], command._checked
+    monkeypatch.setattr(command, "_checked", lambda *arguments: done.append(1) or real(*arguments))
     jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
     options = ["--data_path", str(tmp_path / "a.jsonl"), "--image_folder", str(tmp_path / "images")]
-    assert command.main(options) == 0
-    first = re.search(r"checked   (.+\d\d:\d\d:\d\d \d{4})\n", capsys.readouterr().out)
-    assert first and command.main(options) == 0
-    assert (
-        f"checked   {first[1]}, remembered; remove {tmp_path}/.llava_cache/" in capsys.readouterr().out
-        and len(done) == 1
-    )
-    (tmp_path / "images/a.png").write_bytes(b"broken in its place")  # which no folder's stamp shows
-    assert command.main(options) == 0
-    assert "remembered" in capsys.readouterr().out
-    for file in (tmp_path / ".llava_cache").glob("*.preflight.npz"):
-        file.unlink()
-    assert command.main(options) == 1
-    again = capsys.readouterr().out
-    assert "1 image_unreadable" in again and ", remembered" not in again
-    assert command.main(options) == 1 and len(done) == 2
-
-
-def test_a_picture_repaired_in_its_place_is_noticed(tmp_path, pictures):
     good = (tmp_path / "images/a.png").read_bytes()
-    (tmp_path / "images/a.png").write_bytes(b"broken")
-    lines = [{"image": "a.png", "conversations": TURNS}, {"conversations": TEXT}]
-    table = jsonl(tmp_path / "a.jsonl", lines)
-    assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == [0]
+
+    def checked(*more):
+        status, checks = command.main([*options, *more]), len(done)
+        done.clear()
+        return status, checks, ", remembered; remove " in capsys.readouterr().out
+
+    assert checked() == (0, 1, False)
+    assert checked() == (0, 0, True)
+    (tmp_path / "images/a.png").write_bytes(good[:-60])  # which its header does not show, and no folder's stamp
+    assert checked() == (0, 0, True)
+    assert checked("--full_decode") == (1, 1, False)
     (tmp_path / "images/a.png").write_bytes(good)
-    assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == []
+    assert [checked(), checked("--full_decode")] == [(0, 1, False)] * 2
+    assert checked() == (0, 0, True)  # the full one serves both
 
 
 def test_a_table_without_records_is_another_table_and_keeps_other_names(tmp_path, pictures, tokenizer):
@@ -228,24 +149,9 @@ def test_a_table_without_records_is_another_table_and_keeps_other_names(tmp_path
     assert len({table.key, kept.key, table.without([2]).key}) == 3 and table.without([]) is table
     with pytest.raises(FileNotFoundError, match="record 4 .id 'gone'"):
         samples(kept, pictures, tokenizer, "chatml", "assistant")[3]
-    counted = samples(kept, pictures, tokenizer, "chatml", "assistant").modality_lengths()
-    assert len(counted) == 4
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_lists_every_fault_and_says_so_by_its_status(tmp_path, pictures, capsys):
-    lines = [{"id": f"n{i}", "image": f"{i}.png", "conversations": TURNS} for i in range(25)]
-    jsonl(tmp_path / "a.jsonl", [*lines, {"image": "a.png", "conversations": TURNS}])
-    data = ["--data_path", str(tmp_path / "a.jsonl"), "--image_folder", str(tmp_path / "images")]
-    assert command.main([*data, "--version", "chatml"]) == 1
-    short = capsys.readouterr().out
-    assert "26: 26 with images" in short and "25 image_missing" in short and short.count("does not exist") == 10
-    assert command.main([*data, "--version", "chatml", "--list"]) == 1
-    assert capsys.readouterr().out.count("does not exist; check") == 25
-    assert command.main(["--data_path", str(tmp_path / "nothing.json")]) == 2
-    assert "nothing.json: no such file" in capsys.readouterr().err
 
 
 def test_rotated_pictures_are_counted_or_trained_as_if_upright(tmp_path, tiny, capsys):
@@ -308,11 +214,7 @@ def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, 
 SOME = [BYTES[0], None, BYTES[2], BYTES[3], None, None, BYTES[6]]
 COLUMNS = {
     "struct": pa.array([b and {"bytes": b, "path": f"{i}.png"} for i, b in enumerate(SOME)], STRUCT),
-    "struct without paths": pa.array([b and {"bytes": b, "path": None} for b in SOME], STRUCT),
     "struct of nulls": pa.array([{"bytes": b, "path": None} for b in SOME], STRUCT),
-    "only bytes in a struct": pa.array([b and {"bytes": b} for b in SOME], pa.struct([("bytes", pa.binary())])),
-    "bytes": pa.array(SOME, pa.binary()),
-    "large bytes": pa.array(SOME, pa.large_binary()),
 }
 
 
@@ -323,33 +225,11 @@ def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
     table = load_records(str(path))
     images = [record.get("image") for record in table]
     assert images == [RowImage(str(path), i) if data else None for i, data in enumerate(SOME)]
-    store = ImageStore(None)
-    for image, data in zip(images, SOME, strict=True):
-        if data:
-            assert np.array_equal(np.asarray(store.open(image)), np.asarray(Image.open(io.BytesIO(data))))
     assert table[0] == {"id": "a-0", "data_source": "x", "conversations": TURNS, "image": images[0]}
-    assert not preflight(table, store, rules(), show_progress=False)[0].faults
-    assert sum(p.stat().st_size for p in table.paths) < 10_000
-
-
-@pytest.mark.slow
-def test_rows_may_name_their_images(tmp_path):
-    by_path = pa.array([{"bytes": None, "path": "a.png"}, {"bytes": BYTES[0], "path": "b.png"}, None], STRUCT)
-    table = load_records(str(shard(tmp_path / "a.parquet", by_path, 3)))
-    assert [record.get("image") for record in table] == ["a.png", RowImage(str(tmp_path / "a.parquet"), 1), None]
-    for kind, names in ((pa.string(), ["a.png", None]), (pa.list_(pa.string()), [["a.png"], None])):
-        table = load_records(str(shard(tmp_path / "b.parquet", pa.array(names, kind), 2)))
-        assert [record.get("image") for record in table] == names
+    assert sum(p.stat().st_size for p in table.paths) < 10_000  # the pictures stay where they are
 
 
 LISTS = {
-    "paths": lambda names: (pa.list_(pa.string()), names),
-    "structs": lambda names: (
-        pa.list_(STRUCT), names and [{"bytes": BYTES[int(name[0])], "path": name} for name in names]
-    ),
-    "structs without paths": lambda names: (
-        pa.list_(pa.struct([("bytes", pa.binary())])), names and [{"bytes": BYTES[int(name[0])]} for name in names]
-    ),
     "large lists": lambda names: (
         pa.large_list(STRUCT), names and [{"bytes": BYTES[int(name[0])], "path": None} for name in names]
     ),
@@ -362,8 +242,7 @@ LISTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", ["image", "images"])
-@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize(("kind", "column"), list(zip(LISTS, ["image", "images", "images"], strict=True)))
 def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer, kind, column):
     (tmp_path / "images").mkdir()
     for number, data in enumerate(BYTES):
@@ -384,7 +263,7 @@ def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer,
         assert all(torch.equal(value, expected[index][key]) for key, value in data[index].items() if key != "index")
 
 
-def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path, tokenizer, monkeypatch):
+def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path):
     for number in range(6):
         images = pa.array([{"bytes": data, "path": None} for data in BYTES[:4]], STRUCT)
         shard(tmp_path / f"data/train-{number:05d}-of-00006.parquet", images, 4)
@@ -394,23 +273,17 @@ def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path, tokenize
     ]  # fmt: skip
     assert len({table.key for table in tables}) == 1 and len(tables[0]) == 24
     assert tables[0][13]["id"] == "train-00003-of-00006-1" and tables[0][13]["image"].row == 1
-    found, _ = preflight(tables[0], ImageStore(None), rules(full_decode=True), show_progress=False)
-    assert not found.faults and found.counts["images"] == 24
-    data = samples(tables[0], ImageStore(None), tokenizer, "chatml", "assistant")
-    assert data[23]["images"].shape == (1, 3, 8, 8) and (data.modality_lengths() > 0).all()
 
 
 def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
-    images = pa.array([BYTES[0]], pa.binary())
-    path = shard(tmp_path / "a.parquet", images, 1)
-    table = load_records(str(path), check=False)
-    _, before = preflight(table, ImageStore(None), rules(), show_progress=False)
-    content = path.read_bytes()
+    path, rows = tmp_path / "a.parquet", pa.table({"conversations": [TURNS], "image": [b"picture" * 9]})
+    pq.write_table(rows, path, compression="none", use_dictionary=False, write_statistics=False)
+    before = preflight(load_records(str(path), check=False), ImageStore(None), rules(), show_progress=False)[1]
     time.sleep(0.02)
-    path.write_bytes(content.replace(BYTES[0][:30], b"x" * 30) if BYTES[0][:30] in content else content)
-    table = load_records(str(path), check=False)
-    _, after = preflight(table, ImageStore(None), rules(), show_progress=False)
-    assert before != after
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"picture" * 9, b"another" * 9))
+    assert path.read_bytes() != content
+    assert preflight(load_records(str(path), check=False), ImageStore(None), rules(), show_progress=False)[1] != before
 
 
 WRONG = {
@@ -419,7 +292,6 @@ WRONG = {
         "columns 'image' and 'images'; keep the one",
     ),
     "no conversations": ({"id": pa.array([1])}, "no column 'conversations' or 'messages'; it has id"),
-    "image of numbers": ({"conversations": pa.array([TURNS]), "image": pa.array([1])}, "column 'image' is int64"),
     "image struct": (
         {"conversations": pa.array([TURNS]), "image": pa.array([{"bytes": "text"}])}, "column 'image' is struct"
     ),
@@ -449,35 +321,20 @@ def test_faulty_rows_are_named_and_a_damaged_shard_is_refused(tmp_path, pictures
     with pytest.raises(ValueError, match="c.parquet: cannot be read as Parquet .*utf-8"):
         load_records(str(tmp_path / "c.parquet"), check=False)
     data = (tmp_path / "a.parquet").read_bytes()
-    for damage in (data[:-20], data[:100], b"", b"PAR1" + data[4:60]):
+    for damage in (data[:-20], b""):
         (tmp_path / "b.parquet").write_bytes(damage)
         with pytest.raises(ValueError, match="b.parquet: cannot be read as Parquet"):
             load_records(str(tmp_path / "b.parquet"))
 
 
-@pytest.mark.parametrize("column", ["structs", "lists"])
-def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch, column):
-    found = [{"bytes": random.randbytes(200_000), "path": None} for _ in range(20)]
-    images = pa.array([*found, None], STRUCT)
-    if column == "lists":
-        images = pa.array([*([one] for one in found[1:]), [], None], pa.list_(STRUCT))
-    path = shard(tmp_path / "a.parquet", images, 21, rows=7)
+def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch):
+    images = [[{"bytes": random.randbytes(200_000), "path": None}] for _ in range(19)]
+    path = shard(tmp_path / "a.parquet", pa.array([*images, [], None], pa.list_(STRUCT)), 21, rows=7)
     asked = []
     real = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: asked.extend(k["columns"]) or real(*a, **k))
     assert len(list(parquet_files.read_rows(path))) == 21
     assert asked and not any(name == "image" or name.endswith("bytes") for name in asked)
-
-
-def _ends_at_3(_: None, piece: int) -> int:
-    if piece == 3:
-        os._exit(9)
-    return piece
-
-
-def test_a_killed_process_is_reported_with_what_it_was_working_on():
-    with pytest.raises(ChildProcessError, match="a process working on [0-3], or shortly after it, was killed"):
-        list(in_processes(_ends_at_3, None, range(8)))
 
 
 # --- any record -------------------------------------------------------------------------------------------------------
@@ -509,7 +366,7 @@ records = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     some=st.lists(records | odd, min_size=1, max_size=4),
     version=st.sampled_from(sorted(conv_templates)),
@@ -524,35 +381,12 @@ def test_what_is_let_through_becomes_a_sample_under_every_template(tmp_path_fact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llava.utils.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
         table = jsonl(folder / "any.jsonl", some)
-        found, _ = manifest._checked(table, store, rules(version, masking, full_decode=True), False)
+        found, _ = command._checked(table, store, rules(version, masking, full_decode=True), False)
     if len(found.bad_records()) == len(table):
         return
     kept = usable_records(table, found, "skip", "")
     dataset = samples(kept, store, tokenizer, version, masking)
-    if masking == "upstream" and version_is_not_upstreams(version):
+    if masking == "upstream" and get_template(version).sep_style not in UPSTREAM_STYLES:
         return
     for index in range(len(kept)):
         assert len(dataset[index]["input_ids"])
-
-
-def version_is_not_upstreams(version: str) -> bool:
-    from llava.data.preprocess import _UPSTREAM_STYLES
-
-    return get_template(version).sep_style not in _UPSTREAM_STYLES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
-def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
-    import fuzz_data
-
-    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)
-    assert cases == count and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
-    assert target == "bytes" or outcomes["with_pictures"] > count // 2
-
-
-def test_a_shard_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeypatch):
-    path = shard(tmp_path / "a.parquet", None, 2)
-    monkeypatch.setattr("llava.data.records.parquet_digest", lambda _: os._exit(134))
-    with pytest.raises(ChildProcessError, match="a.parquet"):
-        load_records(str(path))

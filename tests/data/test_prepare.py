@@ -8,10 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from data_files import BYTES, STRUCT, TURNS, encoded, noise, shard
-from training import flags, losses
 
 from llava.data import prepare
-from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
@@ -90,44 +88,6 @@ def test_a_missing_shard_is_fetched_and_a_damaged_one_is_refused(tmp_path, hub, 
     cut.write_bytes(cut.read_bytes()[:-100])
     assert prepare.main(["llava-next", "--folder", str(folder)]) == 2
     assert "train-00002-of-00003.parquet: cannot be read as Parquet" in capsys.readouterr().err
-
-
-def test_a_download_that_fails_says_that_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def fails(*_, **__):
-        raise LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
-    assert prepare.main(["llava-558k", "--folder", str(tmp_path)]) == 2
-    assert "liuhaotian/LLaVA-Pretrain cannot be downloaded" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_zip_and_parquet_train_like_a_json_with_a_folder(tiny, tmp_path):
-    records = json.loads((tiny / "data/finetune.json").read_text())
-    images = tiny / "data/images"
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
-        for record in records:
-            if "image" in record:
-                archive.write(images / record["image"], record["image"])
-    column = [
-        {"bytes": (images / r["image"]).read_bytes(), "path": r["image"]} if "image" in r else None for r in records
-    ]
-    turns = pa.array([record["conversations"] for record in records])
-    for number in range(2):
-        half = slice(12 * number, 12 * number + 12)
-        shard(tmp_path / f"rows/{number}.parquet", pa.array(column[half], STRUCT), 12, conversations=turns[half])
-    runs = {
-        "folder": {},
-        "zip": {"image_folder": tmp_path / "images.zip"},
-        "rows": {"data_path": tmp_path / "rows", "image_folder": None, "dataloader_num_workers": 2},
-    }
-    found = {}
-    for name, options in runs.items():
-        train_module.train(flags(tiny, tmp_path / name, 2, max_steps=3, save_strategy="no", **options))
-        found[name] = losses(tmp_path / name / "train_log.jsonl")
-    assert found["folder"] == found["zip"] == found["rows"] and len(found["folder"]) == 3
 
 
 def test_each_picture_set_is_counted_with_what_is_missing_and_where_it_comes_from(tmp_path, capsys):

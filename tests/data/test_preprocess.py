@@ -110,13 +110,6 @@ def test_upstream_keeps_the_labels_of_a_broken_sample_that_is_long_enough():
         tok.model_max_length = limit
 
 
-def test_a_conversation_of_which_upstream_writes_nothing_is_an_error():
-    empty = turns("", "")
-    with pytest.raises(ValueError, match="template llama_2: every turn is empty"):
-        preprocess(empty, tokenizer("llama"), "llama_2", label_masking="upstream")
-    assert len(preprocess(empty, tokenizer("llama"), "llama_2").input_ids)
-
-
 def test_upstream_drops_a_leading_answer_but_never_an_image():
     tok = tokenizer("llama")
     conversation = [{"from": "gpt", "value": "Welcome!"}, *turns("Hi", "Yes.")]
@@ -140,8 +133,8 @@ TEXTS = WORDS.map("".join).filter(lambda text: unicodedata.is_normalized("NFC", 
 SETTINGS = settings(derandomize=True, max_examples=60, deadline=None, database=None)
 ENDS = {"v1": "</s>", "llama_2": " </s>", "llava_llama_3": "<|eot_id|>", "plain": "\n"}
 COMBINATIONS = [
-    ("v1", "llama"), ("v1", "qwen"), ("llama_2", "llama"), ("llava_llama_3", "qwen"), ("qwen_1_5", "qwen"),
-    ("qwen_1_5", "merging"), ("chatml", "qwen"), ("chatml", "merging"), ("mpt", "qwen"),
+    ("v1", "llama"), ("llama_2", "llama"), ("llava_llama_3", "qwen"), ("qwen_1_5", "qwen"), ("chatml", "merging"),
+    ("mpt", "qwen"),
 ]  # fmt: skip
 
 
@@ -196,24 +189,6 @@ def test_plain_learns_the_caption_and_its_newline(name, question, answer):
     assert set(prompt.tolist()) <= {tok.bos_token_id, IMAGE_TOKEN_INDEX}
 
 
-def test_a_newline_that_begins_an_answer_is_not_taken_for_the_headers():
-    tok = tokenizer("merging")
-    sample = preprocess(turns("Hi", "\nYes"), tok, "chatml")
-    ids = tok.convert_tokens_to_ids(["Ċ", "Y", "e", "s", "<|im_end|>"])
-    assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == ids
-
-
-def test_sentencepieces_space_after_an_image_belongs_to_the_answer():
-    sample = preprocess(turns("Hi", "See <image> it."), tokenizer("llama"), "v1")
-    after = sample.input_ids.tolist().index(IMAGE_TOKEN_INDEX) + 1
-    assert torch.equal(sample.labels[after:], sample.input_ids[after:])
-
-
-def test_a_trailing_question_is_context_and_loses_nothing():
-    sample = preprocess(turns("<image>\nHi", "Yes.", "Thanks"), tokenizer("llama"), "v1")
-    assert targets(sample, tokenizer("llama")) == ["Yes.</s>"]
-
-
 def test_a_system_turn_is_context():
     conversation = [{"from": "system", "value": "Be terse."}, *turns("Hi", "Yes.")]
     sample = preprocess(conversation, tokenizer("qwen"), "qwen_1_5")
@@ -224,13 +199,6 @@ def test_a_system_turn_is_context():
     ]
 
 
-def test_images_stay_where_they_are():
-    sample = preprocess(turns("See <image> and <image>.", "Like <image>?"), tokenizer("qwen"), "chatml")
-    written = "".join(text for _, text in pieces(sample, tokenizer("qwen")))
-    assert "See <image>and <image>." in written  # `pieces` leaves out the space after an image
-    assert "Like <image>?" in written
-
-
 def test_a_record_without_images_reads_the_placeholder_as_a_word():
     tok = tokenizer("qwen")
     sample = preprocess(turns("Write an <image> tag.", "<image>"), tok, "chatml", has_image=False)
@@ -238,10 +206,9 @@ def test_a_record_without_images_reads_the_placeholder_as_a_word():
     assert targets(sample, tok) == ["<image><|im_end|>"]
 
 
-@pytest.mark.parametrize("masking", ["assistant", "upstream"])
-def test_start_and_end_tokens_go_around_every_image(masking):
+def test_start_and_end_tokens_go_around_every_image():
     tok = tokenizer("qwen")
-    sample = preprocess(turns("<image>\nHi", "Yes."), tok, "v1", label_masking=masking, mm_use_im_start_end=True)
+    sample = preprocess(turns("<image>\nHi", "Yes."), tok, "v1", mm_use_im_start_end=True)
     written = "".join(text for _, text in pieces(sample, tok))
     assert "USER: <im_start><image><im_end>\nHi ASSISTANT:" in written
 
@@ -264,16 +231,10 @@ SYSTEM = {"from": "system", "value": "Be terse."}
     ("conversation", "version", "message"),
     [
         ("Hi", "v1", "non-empty list of turns, found 'Hi'"),
-        ([], "v1", "non-empty list of turns, found \\[\\]"),
         ([HUMAN, "Yes."], "v1", "turn 1: expected 'from' one of human, gpt, system and a string .*, found 'Yes.'"),
-        ([{"role": "user", "content": "Hi"}], "v1", "turn 0: .*found {'role': 'user'"),
         ([{"from": "human"}, GPT], "v1", "turn 0: .*found {'from': 'human'}"),
-        ([HUMAN, {"from": "gpt", "value": None}], "v1", "turn 1: .*a string under 'value', found"),
-        ([HUMAN, {"from": "function", "value": "{}"}, GPT], "qwen_1_5", "turn 1: .*found {'from': 'function'"),
         ([HUMAN, SYSTEM, GPT], "v1", "turn 1: a system turn must be the first"),
-        ([SYSTEM], "v1", "expected a human or gpt turn"),
         ([HUMAN, HUMAN, GPT], "v1", "two 'human' turns in a row"),
-        ([HUMAN, GPT, GPT], "llama_2", "two 'gpt' turns in a row"),
         ([GPT, HUMAN, GPT], "llama_2", "the human to speak first"),
         ([HUMAN], "v1", "at least one 'gpt' turn"),
         ([HUMAN, GPT], "plain", "the plain template needs an image"),
@@ -283,18 +244,6 @@ SYSTEM = {"from": "system", "value": "Be terse."}
 def test_a_malformed_conversation_is_an_error_that_says_what_was_expected(conversation, version, message):
     with pytest.raises(ValueError, match=message):
         preprocess(conversation, tokenizer("llama"), version)
-
-
-def test_role_tagged_templates_take_two_turns_of_one_role():
-    sample = preprocess([HUMAN, HUMAN, GPT, GPT], tokenizer("qwen"), "qwen_1_5")
-    assert targets(sample, tokenizer("qwen")) == ["Yes.<|im_end|>"] * 2
-
-
-def test_unknown_masking_and_a_template_without_labels_are_errors():
-    with pytest.raises(ValueError, match="--label_masking 'all': expected one of assistant, upstream"):
-        preprocess([HUMAN, GPT], tokenizer("llama"), "v1", label_masking="all")
-    with pytest.raises(ValueError, match="not available for templates of style SINGLE"):
-        preprocess([HUMAN, GPT], tokenizer("llama"), "llava_v0", label_masking="upstream")
 
 
 def test_a_template_whose_markers_the_tokenizer_splits_is_named(caplog):
