@@ -47,7 +47,7 @@ run() { # part
       if grep -qm1 avx512f /proc/cpuinfo; then on_instructions avx2 AVX2; else on_instructions default SSE41; fi
       ;;
     chaos) bash tests/nightly/chaos/run.sh ;;
-    browser) with_older_pillow tests/eval/test_web.py tests/cli/test_site_browser.py ;;
+    browser) with_older_pillow tests/eval/test_web.py tests/cli/test_site.py ;;
     trackers) with_older_pillow tests/train/test_trackers.py ;;
     serving)
       { [ -d outputs/quickstart/none/finetune ] || bash scripts/quickstart.sh; } &&

@@ -140,9 +140,8 @@ def browse(tmp_path_factory, chromium):
 @pytest.fixture(scope="module")
 def browser(chromium):
     """Playwright's browser."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
+    library = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    with library.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()

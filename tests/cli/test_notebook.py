@@ -1,17 +1,14 @@
 """The notebooks: every cell runs, on tiny models; the first hour's leaves a quickstart's folder."""
 
 import json
-import os
 import re
 import sys
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from paths import ROOT
 from training import losses
 from vision_language_models import our_checkpoint
-from warm_python import warm_python
 
 from llava.compare.record import read_record
 from llava.train.telemetry import LOG_FILE
@@ -19,7 +16,6 @@ from playground import scenes, smollm2, tower
 from playground.store import build, read_manifest
 
 NOTEBOOKS = ROOT / "notebooks"
-NOTEBOOK = NOTEBOOKS / "first_hour.ipynb"
 
 
 @pytest.fixture
@@ -48,9 +44,14 @@ def inputs(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch):
+def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    said = executed(tmp_path, monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
+    for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LLAVA_PYTHON", "MAX_STEPS"):
+        monkeypatch.setenv(name, "")  # restored after the test, whatever the cells set
+    run_here("first_hour", monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
+    said = capsys.readouterr().out
     assert "GlobalWeightCompensatedLayerNorm" in said and said.count(" (expected: ") == 3
     stages = [out / arm / stage for arm in ("none", "gwc_layernorm") for stage in ("pretrain", "finetune")]
     assert [len(losses(folder / LOG_FILE)) for folder in stages] == [2] * 4
@@ -59,9 +60,7 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
     assert sum(map(len, record["questions"].values())) == 12
     page = (out / "index.html").read_text()
     assert not re.findall(r"""src=["'](?!data:)""", page) and page.count("data:image") >= 5
-    for path in re.findall(r'href="([^"]*)"', page):
-        assert (out / path).exists(), path
-    assert "Inside the models" in page and "cannot be ranked" in page and "gwc_layernorm" in page
+    assert all((out / path).exists() for path in re.findall(r'href="([^"]*)"', page))
 
 
 @pytest.mark.slow
@@ -69,8 +68,7 @@ def test_trl_trains_an_attached_model_that_loads_again(tmp_path, monkeypatch, ca
     pytest.importorskip("trl", reason="EXTRAS=trl bash scripts/setup.sh")
     run_here("attach_and_train", monkeypatch, OUTPUT=str(tmp_path / "out"))
     said = capsys.readouterr().out
-    assert "GlobalWeightCompensatedLayerNorm" in said and "steps 2 | the gain moved True" in said
-    assert "the same logits: True" in said
+    assert "steps 2 | the gain moved True" in said and "the same logits: True" in said
 
 
 @pytest.mark.slow
@@ -83,51 +81,14 @@ def test_a_local_checkpoint_is_measured(tiny, tmp_path, monkeypatch):
         assert row["model"] == "mine"
 
 
-def run_here(name, monkeypatch, **settings) -> None:
-    """Runs a notebook's cells in this process, with other values in its first cell."""
+def run_here(name, monkeypatch, **settings):
+    """Runs a notebook's cells in this process, with other values in its first cell; it must hold no outputs."""
     monkeypatch.chdir(NOTEBOOKS)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    first, *cells = [c.source for c in nbformat.read(f"{name}.ipynb", as_version=4).cells if c.cell_type == "code"]
+    cells = [cell for cell in nbformat.read(f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
     names = {}
-    exec(first, names)
+    exec(cells[0].source, names)
     names |= settings
-    for cell in cells:
-        exec(cell, names)
-
-
-def executed(folder, monkeypatch, **settings) -> str:
-    """What the first hour prints in a kernel, with other values in its first cell."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    first.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
-    for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder)))
-    resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, timeout=300, startup_timeout=240, resources=resources).execute()
-    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-
-
-def own_kernel(folder):
-    """A Jupyter folder whose kernel starts quickly."""
-    kernel = folder / "jupyter/kernels/python3"
-    kernel.mkdir(parents=True)
-    argv = [str(warm_python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": env}
-    (kernel / "kernel.json").write_text(json.dumps(spec))
-    return folder / "jupyter"
-
-
-def test_an_empty_address_of_the_repository_is_named_where_it_is_needed(tmp_path, monkeypatch):
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="^CLONE is empty: set it in the first cell"):
-        exec("\n".join(cells[:2]), {})
-
-
-@pytest.mark.parametrize("file", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda file: file.stem)
-def test_a_notebook_is_kept_without_outputs(file):
-    notebook = nbformat.read(file, as_version=4)
-    nbformat.validate(notebook)
-    assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
+    for cell in cells[1:]:
+        exec(cell.source, names)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from llava.utils.processes import (
     end,
     is_running,
     last_lines,
-    send,
     start,
-    tail,
     wait,
 )
 
@@ -61,13 +58,6 @@ def test_who_waits_is_called_back_and_ends_the_process_when_interrupted(tmp_path
     assert "a second Ctrl-C ends them at once" in capsys.readouterr().err
 
 
-def test_a_process_that_has_ended_is_not_asked_again(capsys):
-    process = start([sys.executable, "-c", ""], os.environ)
-    assert wait(process) == 0
-    end([process])
-    assert capsys.readouterr().err == ""
-
-
 def test_a_group_is_asked_where_the_leader_passes_nothing_on(tmp_path):
     process = shell("sleep 60 & echo $!; wait", tmp_path / "log")
     child = int(last_lines(tmp_path / "log", 1)[0])
@@ -86,20 +76,6 @@ def test_a_second_interruption_kills_even_detached_descendants(tmp_path):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.returncode == -signal.SIGKILL and gone(child)
-
-
-def test_process_id_zero_and_zombies_do_not_run():
-    process = start(["true"], os.environ)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not is_running(process.pid) and send(process.pid, 0)
-    process.wait()
-    assert not send(process.pid, 0) and not send(0, 0)
-
-
-def test_a_redrawn_bar_counts_as_one_line_with_its_last_state(tmp_path):
-    (tmp_path / "log").write_text("first\n 10%\r 20%\r\nlast\r\n\n")
-    assert last_lines(tmp_path / "log", 3) == ["first", " 20%", "last"]
-    assert tail(tmp_path / "log", 4) == "t\r\n\n"
 
 
 def gone(pid: int) -> bool:

@@ -1,14 +1,28 @@
-"""The site of the pages builds strictly, loads nothing from elsewhere, and its references are the code's."""
+"""The site of the pages builds strictly, loads nothing from elsewhere, and its search finds the page that answers."""
 
 import re
-from dataclasses import fields
+from http.server import SimpleHTTPRequestHandler
 
 import pytest
-
-from llava.launch.settings import NAMES
-from llava.train.arguments import DataArguments, ModelArguments
+from local_server import QuietHandler, listening
 
 pytestmark = pytest.mark.slow
+
+FIRST = {
+    "--mm_projector_norm": "flags",
+    "CUDA out of memory": "troubleshooting",
+    "resume training": "clusters",
+    "ModuleNotFoundError: No module named 'llava'": "troubleshooting",
+    "No space left on device": "troubleshooting",
+    "loss is nan": "troubleshooting",
+    "run hangs": "troubleshooting",
+    "multiple nodes": "clusters",
+    "my own data": "data",
+    "vllm": "serve",
+}
+"""Questions, and the page that answers each."""
+LOWERED = {"api", "changelog", "source"}
+HITS = "hits => hits.slice(0, 3).map(hit => hit.querySelector('a').pathname.split('/')[1])"
 
 
 def test_no_page_loads_anything_from_elsewhere(site):
@@ -21,21 +35,25 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not re.search(r"@import|url\((?:\"|')?(?:https?:)?//", style.read_text()), style
 
 
-def test_references_have_every_flag_and_variable(site):
-    shown = {f"--{field.name}" for owner in (ModelArguments, DataArguments) for field in fields(owner)}
-    flags, variables = ((site / name / "index.html").read_text() for name in ("flags", "variables"))
-    assert shown and all(f">{flag}</code>" in flags for flag in shown)
-    assert all(f">{name}</code>" in variables for name in NAMES)
+@pytest.fixture(scope="module")
+def address(site):
+    class Files(QuietHandler, SimpleHTTPRequestHandler):
+        def __init__(self, *request):
+            super().__init__(*request, directory=site)
+
+    with listening(Files) as address:
+        yield address
 
 
-def test_pages_from_outside_the_folder_and_linked_files_are_there(site):
-    for name in (
-        "index.html",
-        "contributing/index.html",
-        "zh-CN/index.html",
-        "tests/index.html",
-        "source/llava/conversation.py/index.html",
-    ):
-        assert (site / name).is_file(), name
-    home = (site / "index.html").read_text()
-    assert 'href="recipe/"' in home and 'href="zh-CN/"' in home and 'src="figures/where_the_norm_sits.svg"' in home
+@pytest.mark.parametrize("question", FIRST)
+def test_the_first_hit_answers_what_is_typed(address, browser, question):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(address)
+    box = page.locator("[data-md-component=search-query]")
+    page.locator("label[for=__search]:visible").first.click()
+    box.fill(question[:-1])
+    box.press(question[-1])
+    page.locator(".md-search-result__item").first.wait_for(state="attached")
+    hits = page.eval_on_selector_all(".md-search-result__item", HITS)
+    assert hits[0] == FIRST[question] and not LOWERED & set(hits)
+    page.close()

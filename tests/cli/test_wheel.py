@@ -14,8 +14,6 @@ from llava.utils.paths import NEEDS_CHECKOUT
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("train", "compare")
-
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
@@ -28,9 +26,7 @@ def installed(wheel, tmp_path_factory):
     def run(name, *words, **variables):
         environment = {k: v for k, v in os.environ.items() if k not in own}
         environment |= {"PYTHONPATH": str(site), **{k: str(v) for k, v in variables.items()}}
-        command = (
-            [str(site / "bin" / name), *map(str, words)] if name.startswith("llava-") else [sys.executable, *words]
-        )
+        command = [str(site / "bin" / name), *map(str, words)]
         return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
 
     run.site, run.cwd = site, elsewhere
@@ -49,18 +45,9 @@ def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"llava"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_tells_its_own_name(installed, command):
-    told = installed(f"llava-{command}", "--help")
-    assert told.returncode == 0, told.stderr
-    assert f"llava-{command} " in told.stdout.splitlines()[0]
-
-
-def test_a_module_runs_as_well(installed):
-    module = "llava.export"
-    told = installed("python", "-m", module, "--help")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith(f"usage: python -m {module} ")
+def test_a_command_tells_its_own_name(installed):
+    told = installed("llava-train", "--help")
+    assert told.returncode == 0 and "llava-train " in told.stdout.splitlines()[0], told.stderr
 
 
 def test_an_analysis_and_an_export_of_a_checkpoint(installed, tiny, tmp_path):
@@ -83,29 +70,10 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     assert plan["flags"]["deepspeed"] == str(config) and config.is_file()
     assert str(installed.site / "llava/train/train_mem.py") in plan["command"]
     assert plan["flags"]["output_dir"] == "checkpoints/qwen2.5-7b-gwc_layernorm-finetune-lora"
-    shown = installed("llava-recipe", "pretrain", DRY_RUN=1, NUM_GPUS=1)
-    assert f"relative paths start at {installed.cwd}" in shown.stdout
     demo = installed("llava-recipe", "pretrain", DRY_RUN=1, PRESET="demo", COLUMNS=300)
     assert f"in a clone of the repository run: {sys.executable} -m playground all --data scenes" in demo.stdout
 
 
-def test_a_recipe_from_python_is_that_of_the_command(installed):
-    told = installed("llava-recipe", "finetune", DRY_RUN="json", PRESET="demo", NUM_GPUS=0)
-    code = "import json; from llava import Recipe; print(json.dumps(Recipe('demo', num_gpus=0).plan('finetune')))"
-    plan = installed("python", "-c", code)
-    assert plan.returncode == 0 and json.loads(plan.stdout) == json.loads(told.stdout), plan.stderr
-    code = "from llava import Recipe; Recipe('demo', num_gpus=0).pretrain()"  # without the demo's inputs
-    failed = installed("python", "-c", code)
-    assert "MISSING" in failed.stdout and "pretrain failed with status 2" in failed.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["llava-compare", "quickstart", "--output-dir", "out"], f"error: quickstart: {NEEDS_CHECKOUT}\n"),
-        (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
-    ],
-)
-def test_what_a_wheel_cannot_do_is_reported_in_one_line(installed, words, line):
-    done = installed(*words)
-    assert done.returncode in (1, 2) and done.stderr == line
+def test_what_a_wheel_cannot_do_is_reported_in_one_line(installed):
+    done = installed("llava-compare", "quickstart", "--output-dir", "out")
+    assert done.returncode in (1, 2) and done.stderr == f"error: quickstart: {NEEDS_CHECKOUT}\n"

@@ -21,7 +21,6 @@ TOKENIZERS = {
 }
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 ONE = [("human", "<image>\nWhat is it?")]
-SYSTEM = ("system", "Be terse.")
 TEMPLATES = [name for name, template in conv_templates.items() if template.sep_style is not SeparatorStyle.PLAIN]
 STYLES = {conv_templates[name].sep_style: name for name in TEMPLATES}
 PAIRS = [(kind, name) for name in STYLES.values() for kind in TOKENIZERS]
@@ -103,10 +102,3 @@ def test_tokens_around_pictures_are_written_as_in_training(tokenizers, name):
     assert plain.convert_ids_to_tokens(expected[expected >= 0]) == [
         token for token in extended.tokenize(text) if token != "<image>"
     ]
-
-
-def test_a_template_without_a_place_for_a_system_message_says_so(tokenizers):
-    _, extended = tokenizers
-    extended.chat_template = chat_template(conv_templates["gemma_instruct"], extended)
-    with pytest.raises(Exception, match="has no place"):
-        ids_of(messages([SYSTEM, *ONE]), extended, add_generation_prompt=True)

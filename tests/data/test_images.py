@@ -87,17 +87,6 @@ def test_paths_out_of_the_folder_are_refused(folder, name):
         assert kind_of(ImageStore(f"{folder}/images/sub/.."), inside, full_decode=True) is None
 
 
-def test_links_are_followed(folder):
-    (folder / "images/out.png").symlink_to(folder / "outside.png")
-    (folder / "images/more").symlink_to(folder)
-    (folder / "images/in2.png").symlink_to("sub/deep.png")
-    (folder / "linked").symlink_to(folder / "images")
-    store = ImageStore(folder / "images")
-    assert {kind_of(store, name) for name in ("out.png", "more/outside.png", "in2.png")} == {None}
-    assert kind_of(ImageStore(folder / "linked"), "in.png") is None
-    assert kind_of(store, "more/../../outside.png") == "image_outside"
-
-
 def test_members_of_a_zip_file_lead_nowhere(folder):
     with zipfile.ZipFile(folder / "evil.zip", "w") as archive:
         archive.writestr("../outside.png", encoded(noise(seed=5)))

@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import fuzz_data
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,20 +14,16 @@ import pytest
 import torch
 from anyres_data import ANYRES, write_shapes
 from data_files import BYTES, GPT, HUMAN, STRUCT, TURNS, encoded, noise, shard
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from training import build, flags, losses
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from llava.conversation import conv_templates, get_template
+from llava.conversation import get_template
 from llava.data import parquet_files
 from llava.data import preflight as command
-from llava.data.checks import RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records
-from llava.data.preprocess import _UPSTREAM_STYLES as UPSTREAM_STYLES
 from llava.data.records import RecordTable, load_records
 from llava.train import train as train_module
 
@@ -164,10 +161,7 @@ def test_rotated_pictures_are_counted_or_trained_as_if_upright(tmp_path, tiny, c
             picture.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     data = [word for name, value in turned.items() for word in (f"--{name}", str(value))]
     assert command.main([*data, "--version", "chatml"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"warnings  10 turned\n  turned:\n.*--image_orientation exif turns it upright", out)
-    assert command.main([*data, "--version", "chatml", "--image_orientation", "exif"]) == 0
-    assert "warnings  none" in capsys.readouterr().out
+    assert "warnings  10 turned\n" in capsys.readouterr().out
     options = {"version": "chatml", "image_orientation": "exif", **ANYRES}
     (model, here), (_, there) = (
         build(flags(tiny, tmp_path / "run", 2, **shapes, **options)) for shapes in (turned, upright)
@@ -211,24 +205,6 @@ def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-SOME = [BYTES[0], None, BYTES[2], BYTES[3], None, None, BYTES[6]]
-COLUMNS = {
-    "struct": pa.array([b and {"bytes": b, "path": f"{i}.png"} for i, b in enumerate(SOME)], STRUCT),
-    "struct of nulls": pa.array([{"bytes": b, "path": None} for b in SOME], STRUCT),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("column", COLUMNS)
-def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
-    path = shard(tmp_path / "a.parquet", COLUMNS[column], 7)
-    table = load_records(str(path))
-    images = [record.get("image") for record in table]
-    assert images == [RowImage(str(path), i) if data else None for i, data in enumerate(SOME)]
-    assert table[0] == {"id": "a-0", "data_source": "x", "conversations": TURNS, "image": images[0]}
-    assert sum(p.stat().st_size for p in table.paths) < 10_000  # the pictures stay where they are
-
-
 LISTS = {
     "large lists": lambda names: (
         pa.large_list(STRUCT), names and [{"bytes": BYTES[int(name[0])], "path": None} for name in names]
@@ -261,18 +237,6 @@ def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer,
         assert len(data[index].get("images", [])) == len(names[index] or [])
         assert data[index].keys() == expected[index].keys()
         assert all(torch.equal(value, expected[index][key]) for key, value in data[index].items() if key != "index")
-
-
-def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path):
-    for number in range(6):
-        images = pa.array([{"bytes": data, "path": None} for data in BYTES[:4]], STRUCT)
-        shard(tmp_path / f"data/train-{number:05d}-of-00006.parquet", images, 4)
-    tables = [
-        load_records(name)
-        for name in (str(tmp_path / "data"), str(tmp_path / "data/*.parquet"), str(tmp_path / "d*"))
-    ]  # fmt: skip
-    assert len({table.key for table in tables}) == 1 and len(tables[0]) == 24
-    assert tables[0][13]["id"] == "train-00003-of-00006-1" and tables[0][13]["image"].row == 1
 
 
 def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
@@ -339,54 +303,10 @@ def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch):
 
 # --- any record -------------------------------------------------------------------------------------------------------
 
-words = st.sampled_from(
-    ["", " ", "hi", "<image>", "<image>\n", "\x00", "é 😀", "<|im_end|>", "</s>", "[/INST] ", "\n\n"]
-)
-texts = st.lists(words, max_size=4).map("".join)
-turns = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "system", "bot"]), "value": texts})
-odd = st.recursive(st.none() | st.integers() | texts, lambda inner: st.lists(inner, max_size=2))
-parts = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image", "image", "video"])}, optional={"text": texts | odd, "path": texts | odd}
-)
-messages = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["user", "assistant", "assistant", "tool"]) | odd,
-        "content": texts | st.lists(parts) | odd,
-    },
-    optional={"from": odd, "tool_calls": odd, "weight": odd},
-)
-records = st.fixed_dictionaries(
-    {"conversations": st.lists(turns | turns | messages | odd, max_size=5) | odd},
-    optional={
-        "messages": st.none() | st.lists(messages, max_size=3),
-        "id": odd,
-        "image": st.sampled_from(["a.png", ["a.png"], ["a.png", "a.png"], "b.png", [], "", "a\0"]) | odd,
-    },
-)
-
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    some=st.lists(records | odd, min_size=1, max_size=4),
-    version=st.sampled_from(sorted(conv_templates)),
-    data=st.data(),
-)
-def test_what_is_let_through_becomes_a_sample_under_every_template(tmp_path_factory, tokenizer, some, version, data):
-    folder = tmp_path_factory.getbasetemp() / "any"
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    (folder / "images/a.png").write_bytes(encoded(noise()))
-    store = ImageStore(folder / "images")
-    masking = data.draw(st.sampled_from(["assistant", "upstream"]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llava.utils.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
-        table = jsonl(folder / "any.jsonl", some)
-        found, _ = command._checked(table, store, rules(version, masking, full_decode=True), False)
-    if len(found.bad_records()) == len(table):
-        return
-    kept = usable_records(table, found, "skip", "")
-    dataset = samples(kept, store, tokenizer, version, masking)
-    if masking == "upstream" and get_template(version).sep_style not in UPSTREAM_STYLES:
-        return
-    for index in range(len(kept)):
-        assert len(dataset[index]["input_ids"])
+@pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
+def test_what_is_let_through_of_damaged_data_becomes_a_sample(tmp_path, target, count):
+    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)
+    assert cases == count and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+    assert target == "bytes" or outcomes["with_pictures"] > count // 2

@@ -231,12 +231,10 @@ SYSTEM = {"from": "system", "value": "Be terse."}
     ("conversation", "version", "message"),
     [
         ("Hi", "v1", "non-empty list of turns, found 'Hi'"),
-        ([HUMAN, "Yes."], "v1", "turn 1: expected 'from' one of human, gpt, system and a string .*, found 'Yes.'"),
         ([{"from": "human"}, GPT], "v1", "turn 0: .*found {'from': 'human'}"),
         ([HUMAN, SYSTEM, GPT], "v1", "turn 1: a system turn must be the first"),
         ([HUMAN, HUMAN, GPT], "v1", "two 'human' turns in a row"),
         ([GPT, HUMAN, GPT], "llama_2", "the human to speak first"),
-        ([HUMAN], "v1", "at least one 'gpt' turn"),
         ([HUMAN, GPT], "plain", "the plain template needs an image"),
         ([HUMAN, GPT], "v9", "no such conversation template"),
     ],

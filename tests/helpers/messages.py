@@ -65,12 +65,6 @@ def is_value(text: str) -> bool:
     return not parts or is_printed(text, 8) or all(is_printed(part, 8) for part in parts)
 
 
-def is_template(quote: str) -> bool:
-    """Whether a quote, with `...` for what is filled in, is a whole line of the code."""
-    lines = (pieces(line, 8) for line in templates())
-    return any(fixed and re.fullmatch(pattern(fixed, quote), quote.strip()) for fixed in lines)
-
-
 def pattern(fixed: list[str], text: str, value: str = ".*?") -> str:
     """A pattern of a template; one that matches nothing, at no cost, where `text` lacks any of the fixed pieces."""
     return value.join(map(re.escape, fixed)) if all(piece in text for piece in fixed) else "(?!)"
