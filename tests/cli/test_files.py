@@ -1,9 +1,6 @@
 """A file or folder is replaced at once: the old content stays until the new one is complete."""
 
-import json
-import os
-
-from llava.utils.files import replace_folder, replacing, write_json
+from llava.utils.files import replace_folder, replacing
 
 
 def test_the_old_content_stays_until_the_new_content_is_complete(tmp_path):
@@ -13,14 +10,6 @@ def test_the_old_content_stays_until_the_new_content_is_complete(tmp_path):
         partial.write_text("new")
         assert path.read_text() == "old" and partial.parent == tmp_path
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_json_is_readable_utf_8_whatever_a_file_name_holds(tmp_path):
-    write_json(tmp_path / "file", {"name": "größer"})
-    assert (tmp_path / "file").read_bytes() == '{\n "name": "größer"\n}\n'.encode()
-    name = os.fsdecode(b"undecodable \xff")
-    write_json(tmp_path / "file", name)
-    assert json.loads((tmp_path / "file").read_bytes()) == name
 
 
 def test_a_folder_takes_the_place_of_another_and_of_none(tmp_path):

@@ -163,7 +163,7 @@ def test_a_picture_too_long_for_its_width_is_refused_by_its_header(tmp_path):
         load_picture(str(tmp_path / "long.png"))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
 def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
     store, turning = ImageStore(tmp_path), ImageStore(tmp_path, orientation="exif")
     assert store.identity() != turning.identity()
@@ -175,16 +175,11 @@ def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
             expected = ImageOps.exif_transpose(stored)
             stored.load()
         assert np.array_equal(np.asarray(turning.open(name)), np.asarray(expected))
-        assert turning.size(name) == turning.open(name).size == expected.size
+        assert turning.size(name) == turning.check(name)[0] == expected.size
         assert np.array_equal(np.asarray(store.open(name)), np.asarray(stored))
         assert store.size(name) == store.open(name).size
         assert kind_of(turning, name) is None
-        if number > 1 and kind != "TIFF":  # which Pillow turns itself
-            assert (
-                store.check(name)[1].kind == "turned" and f"EXIF orientation {number}" in store.check(name)[1].message
-            )
-        else:
-            assert kind_of(store, name) is None
+        assert kind_of(store, name) == ("turned" if number > 1 and kind != "TIFF" else None)  # Pillow turns TIFF itself
 
 
 # --- broken containers ------------------------------------------------------------------------------------------------
