@@ -17,6 +17,7 @@ from paths import ROOT
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES, OTHERS
+from llava.model.multimodal_projector.norm import NORM_TYPES
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -177,7 +178,9 @@ def test_every_recipe_of_a_page_is_one_that_the_scripts_take():
     for variables, (script, *flags) in recipes:
         values = dict(word.split("=", 1) for word in variables if "=" in word)
         if "PLUGINS" not in values:  # the reader's own file
-            resolved_run(Path(script).stem, *flags, **{"NUM_GPUS": 0 if values.get("PRESET") == "demo" else 8} | values)
+            gpus = {"NUM_GPUS": 0 if values.get("PRESET") == "demo" else 8}
+            run = resolved_run(Path(script).stem, *flags, **gpus | values)
+            assert run["flags"]["mm_projector_norm"] in NORM_TYPES, values
 
 
 def faults(words: list[str], helps: dict[str, str]) -> list[str]:

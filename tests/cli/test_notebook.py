@@ -9,6 +9,7 @@ import pytest
 from paths import ROOT
 from training import losses
 from vision_language_models import our_checkpoint
+from warm_python import warm_python
 
 from llava.compare.record import read_record
 from llava.train.telemetry import LOG_FILE
@@ -50,6 +51,7 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
         monkeypatch.setenv(name, value)
     for name in ("LLAVA_PYTHON", "MAX_STEPS"):
         monkeypatch.setenv(name, "")  # restored after the test, whatever the cells set
+    monkeypatch.setattr(sys, "executable", str(warm_python()))  # in which the cells start the stages
     run_here("first_hour", monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
     said = capsys.readouterr().out
     assert "GlobalWeightCompensatedLayerNorm" in said and said.count(" (expected: ") == 3

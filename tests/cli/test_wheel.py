@@ -45,11 +45,6 @@ def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"llava"}
 
 
-def test_a_command_tells_its_own_name(installed):
-    told = installed("llava-train", "--help")
-    assert told.returncode == 0 and "llava-train " in told.stdout.splitlines()[0], told.stderr
-
-
 def test_an_analysis_and_an_export_of_a_checkpoint(installed, tiny, tmp_path):
     checkpoint = our_checkpoint(tiny, tmp_path / "checkpoint", norm="gwc_layernorm")
     done = installed("llava-analysis", "norm-params", "--model", f"ours={checkpoint}")
