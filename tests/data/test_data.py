@@ -39,14 +39,6 @@ def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
-def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
-    records = list(load_records(str(tiny / "data/finetune.json")))
-    lines = tmp_path / "a.jsonl"
-    lines.write_text("\n".join(json.dumps(r) for r in records) + "\n")
-    assert list(load_records(str(lines))) == records
-    assert load_records(f"{lines},{tiny / 'data/pretrain.json'}")[: len(records)] == records
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

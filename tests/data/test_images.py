@@ -195,7 +195,7 @@ def test_a_broken_zip_file_is_named(tmp_path):
         ImageStore(tmp_path / "b.zip")
 
 
-def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path):
+def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path, monkeypatch):
     data = encoded(noise(size=(30, 30)))
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", data)
@@ -211,11 +211,8 @@ def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path)
             assert ZipMembers(broken).read("a.png", 1 << 20) == data  # a field of the header that nothing depends on
     store = ImageStore(tmp_path / "a.zip")
     assert "deflate" in store.check("bzip.png")[1].message
-    images_limit, images.LARGEST_FILE = images.LARGEST_FILE, 1 << 19
-    try:
-        assert "once unpacked" in store.check("zeros.png")[1].message
-    finally:
-        images.LARGEST_FILE = images_limit
+    monkeypatch.setattr(images, "LARGEST_FILE", 1 << 19)
+    assert "once unpacked" in store.check("zeros.png")[1].message
 
 
 def test_no_row_gets_another_rows_picture_after_a_damaged_page(tmp_path):

@@ -1,13 +1,13 @@
 """Mixtures of data sets as LLaVA-NeXT's YAML files say them, with shares of an epoch."""
 
 import json
-import logging
 import math
 import os
 import re
 import shutil
 import zipfile
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,17 +135,12 @@ def test_equal_pictures_in_another_data_sets_folder_are_checked_again(place):
 
 
 def test_relative_paths_start_from_the_working_directory_or_the_file(place, caplog):
-    (place / "sub").mkdir()
+    (place / "images").rename(place / "sub")
     (place / "cats.jsonl").rename(place / "sub/cats.jsonl")
-    (place / "images").rename(place / "sub/images")
-    path = mixture(place, CATS | {"image_folder": "images"}, DOGS, name="sub/mix.yaml")
-    table = load_records(path)
-    assert len(table) == 70 and table.image_folders == [str(place / "sub/images"), None]
     (place / "sub/dogs.jsonl").write_text((place / "dogs.jsonl").read_text().splitlines()[0])
-    with caplog.at_level(logging.WARNING):
-        assert len(load_records(path)) == 70
+    table = load_records(mixture(place, CATS, DOGS, name="sub/mix.yaml"))
+    assert table.sources == [place / "sub/cats.jsonl", Path("dogs.jsonl")] and len(table) == 70
     assert f"dogs.jsonl is taken from the working directory {place}, not {place}/sub/dogs.jsonl" in caplog.text
-    assert load_records(path).sources == [place / "sub/cats.jsonl", type(place)("dogs.jsonl")]
 
 
 def test_a_skipped_step_names_the_files_record_not_the_epochs_place(place):
@@ -168,10 +163,8 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     path = mixture(place, CATS | {"sampling_strategy": "end:19", "weight": 1}, DOGS | {"weight": 3}, epoch_samples=200)
     with pytest.raises(ValueError, match=r"1 of 69 records are malformed:\n  cats.jsonl: record 19: line 20, column 2"):
         load_records(path)
-    options = ["--data_path", path, "--image_folder", "images", "--version", "chatml"]
-    assert command.main(options) == 1
+    assert command.main(["--data_path", path, "--image_folder", "images", "--version", "chatml"]) == 1
     shown = capsys.readouterr().out
-    assert "records   69: 68 with images, 0 text only" in shown and "faults    1 json" in shown
     assert "sources\n  cats: 18 of 20 records, 50 samples of an epoch (25.0%)\n  dogs: 50 of 50 records, 150 s" in shown
     table = load_records(path, check=False)
     found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)

@@ -156,12 +156,6 @@ def described_shapes(text: str) -> list[str]:
     return re.findall(rf"(?:{'|'.join(probes.COLORS)}) (?:{'|'.join(SHAPES)})", text)
 
 
-def areas_in(path) -> dict[str, int]:
-    """Return colour -> number of its pixels."""
-    pixels = np.asarray(Image.open(path)).astype(int)
-    return {color: (np.abs(pixels - COLORS[color]).max(axis=-1) <= 2).sum() for color in probes.COLORS}
-
-
 def answer_by_pixels(question: str, image) -> str:
     """Return the answer to a question about a picture on which nothing is written."""
     seen = shapes_in(image)
@@ -172,8 +166,9 @@ def answer_by_pixels(question: str, image) -> str:
             next((color, place) for color, (form, place) in seen.items() if form == name) for name in match.group(1, 3)
         )
         if match[2] == "larger":
-            areas = areas_in(image)
-            return "larger" if areas[first[0]] > areas[second[0]] else "smaller"
+            pixels = np.asarray(Image.open(image)).astype(int)
+            areas = [(np.abs(pixels - COLORS[color]).max(axis=-1) <= 2).sum() for color, _ in (first, second)]
+            return "larger" if areas[0] > areas[1] else "smaller"
         (row, column), (other_row, other_column) = first[1].split(), second[1].split()
         if row == other_row:
             return column

@@ -6,7 +6,6 @@ import re
 import time
 from pathlib import Path
 
-import fuzz_data
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +23,7 @@ from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
 from llava.train import train as train_module
+from tests.nightly import fuzz_data
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
 

@@ -53,25 +53,20 @@ def test_what_is_there_is_used_as_it_is(tmp_path, hub, capsys):
     assert {path.name for path in folder.iterdir()} == {".llava_cache", "images.zip", "blip_laion_cc_sbu_558k.json"}
 
 
-def test_missing_files_are_downloaded_by_the_same_command(tmp_path, hub, capsys):
+def test_missing_files_are_downloaded_by_the_same_command_and_a_damaged_one_is_refused(tmp_path, hub, capsys):
     next_layout(tmp_path / "hub")
-    assert prepare.main(["llava-next", "--folder", str(tmp_path / "new")]) == 0
-    assert hub == [("lmms-lab/LLaVA-NeXT-Data", "dataset", ["data/*.parquet"])]
+    command = ["llava-next", "--folder", str(tmp_path / "new")]
+    assert prepare.main(command) == 0 and hub == [("lmms-lab/LLaVA-NeXT-Data", "dataset", ["data/*.parquet"])]
     out = capsys.readouterr().out
     assert f"DATA_PATH={tmp_path}/new/data IMAGE_FOLDER='' PRESET" in out and "18: 12 with images, 6 text only" in out
-    assert prepare.main(["llava-next", "--folder", str(tmp_path / "new")]) == 0 and len(hub) == 1
-
-
-def test_a_missing_shard_is_fetched_and_a_damaged_one_is_refused(tmp_path, hub, capsys):
-    next_layout(tmp_path / "hub")
-    folder = next_layout(tmp_path / "there")
-    (folder / "data/train-00001-of-00003.parquet").unlink()
-    assert prepare.missing(prepare.SOURCES["llava-next"], folder) == ["train-00001-of-00003.parquet"]
-    assert prepare.main(["llava-next", "--folder", str(folder)]) == 0 and len(hub) == 1
-    cut = folder / "data/train-00002-of-00003.parquet"
-    cut.write_bytes(cut.read_bytes()[:-100])
-    assert prepare.main(["llava-next", "--folder", str(folder)]) == 2
-    assert "train-00002-of-00003.parquet: cannot be read as Parquet" in capsys.readouterr().err
+    assert prepare.main(command) == 0 and len(hub) == 1
+    first, second, _ = sorted((tmp_path / "new/data").glob("*.parquet"))
+    first.unlink()
+    assert prepare.missing(prepare.SOURCES["llava-next"], tmp_path / "new") == [first.name]
+    assert prepare.main(command) == 0 and len(hub) == 2
+    second.write_bytes(second.read_bytes()[:-100])
+    assert prepare.main(command) == 2
+    assert f"{second.name}: cannot be read as Parquet" in capsys.readouterr().err
 
 
 def test_each_picture_set_is_counted_with_what_is_missing_and_where_it_comes_from(tmp_path, capsys):
