@@ -49,28 +49,13 @@ def write_data(folder, num_records: int = 24) -> None:
         image = Image.new("RGB", (20, 16), "white")
         ImageDraw.Draw(image).rectangle((4, 4, 12, 12), fill=COLOURS[colour])
         image.save(folder / "images" / f"{index}.png")
-        captions.append(
-            {
-                "id": f"c{index}",
-                "image": f"{index}.png",
-                "conversations": [
-                    {"from": "human", "value": "<image>\nSay what it is."},
-                    {"from": "gpt", "value": f"a {colour} square"},
-                ],
-            }
-        )
-        question = {
-            "id": f"q{index}",
-            "image": f"{index}.png",
-            "conversations": [
-                {"from": "human", "value": "<image>\nWhich colour?"},
-                {"from": "gpt", "value": colour + "!" * (index % 5)},
-            ],
-        }
+        own, answer = {"image": f"{index}.png"}, colour + "!" * (index % 5)
+        caption = turns("<image>\nSay what it is.", f"a {colour} square")
+        captions.append({"id": f"c{index}", **own, "conversations": caption})
         if index % 3 == 2:
-            del question["image"]
-            question["conversations"][0]["value"] = f"Spell {colour}."
-        questions.append(question)
+            questions.append({"id": f"q{index}", "conversations": turns(f"Spell {colour}.", answer)})
+        else:
+            questions.append({"id": f"q{index}", **own, "conversations": turns("<image>\nWhich colour?", answer)})
     (folder / "pretrain.json").write_text(json.dumps(captions))
     (folder / "finetune.json").write_text(json.dumps(questions))
 
