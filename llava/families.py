@@ -30,7 +30,6 @@ class Family:
     own_inputs: bool = False  # the model makes its inputs itself, by `preprocess_inputs(messages)`
     prompt: str | None = None  # the text, without a chat template, with `{picture}` and `{prompt}` in it
     picture: str = "<image>"  # what stands for `{picture}`, where a sample has one
-    one_by_one: bool = False  # pictures of different shapes cannot be in one batch, so a batch holds one sample
     page_lists: bool = False  # a list of pictures is the pages of one (GOT-OCR2) or refused (Kimi-VL): none is given
     own_code: bool = False  # its repository has its code, written for transformers 4 (`llava.analysis.remote_code`)
     embedding: str | None = None  # the text embedding, where `get_input_embeddings` does not give it
@@ -54,7 +53,6 @@ FAMILIES = {
     "gemma4": Family(features="input:model.vision_tower.pooler", tokens="~padding_positions"),
     # The vision model ends in a merger with an MLP of its own, and a single linear layer follows.
     "hyperclovax_vision_v2": Family(features="input:model.vision_model.merger"),
-    "perception_lm": Family(one_by_one=True),
     "got_ocr2": _GOT,
     "paligemma": Family(prompt="{picture}{prompt}"),
     # The picture becomes weights of a visual vocabulary's rows: the matrix product with it is the projection.
@@ -75,7 +73,6 @@ FAMILIES = {
         image_token_id=-300,
         auto_class="AutoModelForCausalLM",
         own_inputs=True,
-        one_by_one=True,
         own_code=True,
         joins_patches=True,
     ),

@@ -55,19 +55,15 @@ class NoMap(ValueError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_arguments(parser)
-    parser.add_argument(
-        "--query",
-        default="question",
-        help="the tokens that look: `question` (all text after the picture), `last` (the one that answers), or words "
-        "that occur in every question",
-    )
+    looking = "the tokens that look: all text after the picture, or the last one, which answers"
+    parser.add_argument("--query", choices=("question", "last"), default="question", help=looking)
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table, the heatmaps, and the profiles' figure."""
     models, drawn = measure.begin(args)
     look = partial(look_of, query=args.query)
-    results = {m.name: measure.batches("attention", m, drawn, args, look, flags=("query",)) for m in models}
+    results = {m.name: measure.per_sample("attention", m, drawn, args, look, flags=("query",)) for m in models}
     layers = [
         {"model": name, "layer": layer} | cells(pictures, layer)
         for name, pictures in results.items()
@@ -82,11 +78,12 @@ def run(args: argparse.Namespace) -> None:
     draw_rows(args, layers, "layer", {column: {} for column in COLUMNS.values()}, name=f"{args.command}-profiles")
 
 
-def look_of(probe: Probe, part: Sequence[samples.PicturePrompt], query: str) -> Values:
+def look_of(probe: Probe, sample: samples.PicturePrompt, query: str) -> Values:
     """What `attention_of` says of one sample."""
-    (sample,), batch = part, probe.prepare(part)
-    texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
-    asking = query_positions(probe.groups(batch)[0].cpu(), texts, query, sample.name)
+    batch = probe.prepare(sample)
+    asking = probe.groups(batch)[0].cpu() == TEXT_AFTER  # which alone can see the picture
+    if query == "last":
+        asking = torch.arange(len(asking)) == len(asking) - 1
     return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")
 
 
@@ -170,8 +167,7 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
         heat, no_map = (total / total.sum()).view(rows, columns).numpy(), ""
     except NoMap as error:
         heat, no_map = np.empty((0, 0)), str(error)
-    area = np.array(batch.areas[0] if batch.areas else WHOLE)
-    return values | {"map": heat, "no map": np.array(no_map), "area": area}
+    return values | {"map": heat, "no map": np.array(no_map), "area": np.array(batch.area)}
 
 
 def shares(looks: torch.Tensor) -> tuple[float, float, float]:
@@ -185,31 +181,6 @@ def shares(looks: torch.Tensor) -> tuple[float, float, float]:
     within = looks / share.clamp(min=1e-30)[:, None]
     entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(looks.shape[1], 2))
     return share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()
-
-
-def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, name: str = "sample") -> torch.Tensor:
-    """True at the tokens that look [S]: text after the picture, which alone can see it.
-
-    Args:
-        groups: of one sample [S], see `Probe.groups`.
-        query: `question`, `last` or words.
-
-    Raises:
-        ValueError: the words do not occur after the picture.
-    """
-    after = groups == TEXT_AFTER
-    if query == "question":
-        return after
-    if query == "last":
-        return torch.arange(len(groups)) == len(groups) - 1
-    positions = after.nonzero().flatten().tolist()
-    ends = np.cumsum([len(token_texts[position]) for position in positions])
-    text = "".join(token_texts[position] for position in positions)
-    start = text.lower().find(query.lower())
-    if start < 0:
-        raise ValueError(f"--query {query!r}: {name} does not have it after its picture: {text!r}")
-    inside = (ends > start) & (np.array([0, *ends[:-1]]) < start + len(query))
-    return torch.isin(torch.arange(len(groups)), torch.tensor(positions)[torch.from_numpy(inside)])
 
 
 # --- places in the picture --------------------------------------------------------------------------------------------
@@ -240,8 +211,6 @@ def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple
     Raises:
         NoMap: the tokens form no single grid that is known.
     """
-    if not count:
-        raise NoMap("there are no visual tokens")
     if model_type not in SHAPE_INPUTS:
         raise NoMap(f"it is not known here where the visual tokens of {model_type} lie in a picture")
     # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.
@@ -269,10 +238,9 @@ def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def table_row(name: str, pictures: list[Values]) -> TableRow:
-    """Statistics over samples and layers; the picture's upper half by the mean map."""
-    maps = [picture["map"] for picture in pictures if picture["map"].size]
-    row: TableRow = {"model": name, "samples": len(pictures), "with a map": len(maps)}
-    return row | cells(pictures) | {"upper half": measure.mean(np.array([upper_half(heat) for heat in maps]))}
+    """Statistics over samples and layers."""
+    mapped = sum(bool(picture["map"].size) for picture in pictures)
+    return {"model": name, "samples": len(pictures), "with a map": mapped} | cells(pictures)
 
 
 def cells(pictures: list[Values], layer: int | None = None) -> TableRow:
@@ -286,12 +254,6 @@ def cells(pictures: list[Values], layer: int | None = None) -> TableRow:
             row |= {column: float(values.mean()), f"{column}, std": float(values.std())}
             row[f"{column}, median"] = float(np.median(values))
     return row
-
-
-def upper_half(heatmap: np.ndarray) -> float:
-    """The part of a map that lies in the upper half; a middle row counts half."""
-    half = len(heatmap) // 2
-    return float(heatmap[:half].sum() + (heatmap[half].sum() / 2 if len(heatmap) % 2 else 0))
 
 
 def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[str, list[Values]]) -> None:

@@ -10,13 +10,11 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
 from llava.analysis import measure, models, samples
 from llava.analysis.commands import NamedModel
-from llava.analysis.measure import Values
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.probe import Batch
 from llava.asking import Assistant, is_captioner
@@ -48,9 +46,6 @@ def run(args: argparse.Namespace) -> None:
     measured = {model.name: measure_gradients(model, drawn, args) for model in checkpoints}
     table = [row for model, arms in measured.items() for row in rows(model, arms)]
     write_result(args, table)
-    for model, arms in measured.items():
-        shares = [f"{name} {arms[name][BEFORE] / arms[name][INPUT]:.3g}" for name in ARMS[1:]]
-        print(f"{model}: of the gradient at the LLM's input, before the norm remains {', '.join(shares)} (none: 1)")
     points = [row | {"norm": arm, "gradient": row[arm]} for row in table for arm in ARMS]
     axes = {"ylabel": "L2 norm of the gradient", "xlabel": "on the way down", "yscale": "log"}
     draw_rows(args, points, "gradient at", {"gradient": axes}, "norm", "model", sharey=True)
@@ -58,29 +53,26 @@ def run(args: argparse.Namespace) -> None:
 
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
     """Every arm's gradients. Raises ValueError: the samples have no answers."""
-
-    def measured(assistant: Assistant, part: Sequence[samples.PicturePrompt]) -> Values:
-        model, values = assistant.model, {}
-        model.requires_grad_(False).train()
-        batch, labels = training_batch(part, assistant)
-        bare = model.get_model().mm_projector
-        trained = projector_norm(bare)
-        bare = bare if trained is None else bare[:-1]
-        for arm in ARMS:
-            model.get_model().mm_projector = arm_projector(arm, bare, trained, model)
-            norms = gradient_norms(model, batch, labels)
-            values |= {"points": np.array(list(norms)), arm: np.array(list(norms.values()))}
-        return values
-
-    parts = measure.batches("gradients", named, drawn, args, measured, load=models.load_ours, size=len(drawn))
-    points = parts[0]["points"].tolist()
-    return {arm: dict(zip(points, parts[0][arm].tolist(), strict=True)) for arm in ARMS}
+    assistant = models.load_ours(named, args)
+    model = assistant.model
+    model.requires_grad_(False).train()
+    batch, labels = training_batch(drawn, assistant)
+    bare = model.get_model().mm_projector
+    trained = projector_norm(bare)
+    bare = bare if trained is None else bare[:-1]
+    arms = {}
+    for arm in ARMS:
+        model.get_model().mm_projector = arm_projector(arm, bare, trained, model)
+        arms[arm] = gradient_norms(model, batch, labels)
+    return arms
 
 
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
+    pictures = []
     for sample in examples:
+        pictures.append(sample.image)
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         captions = is_captioner(assistant.template)
@@ -90,7 +82,6 @@ def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assista
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
-    pictures = [sample.image for sample in examples]
     batch = models.our_batch(assistant.model, ids, pictures, assistant.image_processor)
     return batch, targets.to(assistant.model.device)
 

@@ -1,7 +1,7 @@
 """Norms where vision meets language: encoder tokens, visual tokens after the projector, text, and embedding tables.
 
-Paper tables 1 (encoders and LLMs on their own), 2 (before and after the projector) and 3 (Ovis' visual vocabulary). The
-headline compares medians where both kinds of token enter the LLM, which may scale its embeddings (Gemma by sqrt(D)).
+Paper tables 1 (encoders and LLMs on their own), 2 (before and after the projector) and 3 (Ovis' visual vocabulary). To
+compare, take the tokens that enter the LLM: it may scale its embeddings (Gemma by sqrt(D)).
 """
 
 import argparse
@@ -13,7 +13,7 @@ import numpy as np
 from llava.analysis import measure, models, samples
 from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.embedding_norms import histogram, paper_of, read_embedding_norms
-from llava.analysis.measure import TEXT_GROUPS, median
+from llava.analysis.measure import TEXT_GROUPS
 from llava.analysis.output import TableRow, draw_rows, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.weights import WeightFiles
@@ -53,7 +53,7 @@ PAPER = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser, batches=True)
+    measure.add_arguments(parser)
     parser.add_argument(
         "--vision-layer",
         type=int,
@@ -70,9 +70,6 @@ def run(args: argparse.Namespace) -> None:
     drawn = cache(lambda: samples.choose(args))  # language models alone need no samples
     measured = {model: norms_of(model, args, drawn) for model in args.models}
     write_result(args, [row for model, norms in measured.items() for row in table_rows(model, norms)])
-    for model, norms in measured.items():
-        if ENTERING in norms:
-            print(headline(model.name, norms))
     draw(args, {model.name: norms for model, norms in measured.items()})
 
 
@@ -98,41 +95,17 @@ def norms_of(model: NamedModel, args: argparse.Namespace, drawn: Callable[[], sa
     return {name: values for name, values in norms.items() if len(values)}
 
 
-def ratio(norms: Norms, ending: str = "") -> float:
-    """Median norm of visual tokens over that of text tokens, where they enter the LLM; NaN where no text does.
-
-    Args:
-        ending: `SINKLESS`, or nothing for all tokens.
-    """
-    visual, text = (norms.get(what + ending, norms.get(what, np.empty(0))) for what in (ENTERING, TEXT_IN))
-    return median(visual) / median(text)
-
-
-def headline(name: str, norms: Norms) -> str:
-    """One sentence: how far apart visual and text tokens are where they enter the LLM."""
-    if TEXT_IN not in norms:
-        return f"{name}: no text enters the LLM beside the pictures, so there is no norm to compare with"
-    return (
-        f"{name}: visual tokens enter the LLM with {ratio(norms, SINKLESS):.3g} times the norm of text tokens "
-        f"(medians without sinks; with sinks {ratio(norms):.3g})"
-    )
-
-
 def encoder_norms(model: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> np.ndarray:
     """Norms of an encoder's tokens over the samples."""
-    parts = measure.batches(
-        "encoder",
-        model,
-        drawn,
-        args,
-        lambda encode, part: {FEATURES: encode(part).float().norm(dim=-1).cpu().numpy()},
-        load=models.load_encoder,
-        flags=("vision_layer",),
-        size=args.batch_size,
-    )
-    norms = {FEATURES: measure.joined(parts)[FEATURES].astype(np.float64)}
-    measure.refuse_nonfinite(model.name, norms)
-    return norms[FEATURES]
+
+    def measured(encode: Callable, sample: samples.PicturePrompt) -> measure.Values:
+        values = {FEATURES: encode(sample).float().norm(dim=-1).cpu().numpy()}
+        measure.refuse_nonfinite(model.name, values)
+        return values
+
+    load = models.load_encoder
+    parts = measure.per_sample("encoder", model, drawn, args, measured, load=load, flags=("vision_layer",))
+    return np.concatenate([part[FEATURES] for part in parts]).astype(np.float64)
 
 
 def vocabulary_norms(path: str, module: str) -> np.ndarray:

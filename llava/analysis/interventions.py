@@ -37,29 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes one row per model and intervention, the figure, and prints one sentence per model."""
+    """Writes one row per model and intervention, and the figure."""
     models, drawn = measure.begin(args)
-    rows, sentences = [], []
+    rows = []
     for model in models:
-        parts = measure.batches("interventions", model, drawn, args, outcomes_of)
+        parts = measure.per_sample("interventions", model, drawn, args, outcomes_of)
         own = {str(name): table_row(model.name, str(name), parts) for name in parts[0]["name"]}
         rows += own.values()
         if TEXT_ONLY not in own:
             print(f"{model.name}: not run: {TEXT_ONLY}; its processor makes no inputs of text alone")
-        sentences.append(headline(model.name, own))
     write_result(args, rows)
-    print("\n".join(sentences))
     axes = {"xscale": "log", "xlabel": "alpha (factor on visual tokens)"}
     sweep = sorted((row for row in rows if row["alpha"] is not None), key=lambda row: row["alpha"])
     draw_rows(args, sweep, "alpha", {"KL (nats)": axes})
 
 
-def outcomes_of(probe: Probe, part: Sequence[PicturePrompt], alphas: Sequence[float] = ALPHAS) -> Values:
+def outcomes_of(probe: Probe, sample: PicturePrompt, alphas: Sequence[float] = ALPHAS) -> Values:
     """Every intervention's outcome for one sample, the untouched run's first, by `name`; see `compare`.
 
     Raises ValueError: the sample has no text that enters beside its picture.
     """
-    (sample,) = part
     runs = interventions(probe, sample, alphas)
     _, untouched = first = next(runs)
     if not math.isfinite(untouched[1]["text norm"]):
@@ -70,16 +67,16 @@ def outcomes_of(probe: Probe, part: Sequence[PicturePrompt], alphas: Sequence[fl
 
 def interventions(probe: Probe, sample: PicturePrompt, alphas: Sequence[float]) -> Iterator[tuple[str, Run]]:
     """The untouched run of a sample, and every run that is compared with it, by name."""
-    batch = probe.prepare([sample])
+    batch = probe.prepare(sample)
     untouched = run_of(probe, batch)
     yield UNTOUCHED, untouched
     for alpha in alphas:
         yield f"alpha {alpha:g}", run_of(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
     yield TEXT_NORM, run_of(probe, batch, at_visual(lambda x: untouched[1]["text norm"] * F.normalize(x, dim=-1)))
     blank = sample._replace(image=Image.new("RGB", sample.image.size, GREY))
-    yield BLANK, run_of(probe, probe.prepare([blank]))
+    yield BLANK, run_of(probe, probe.prepare(blank))
     try:
-        text_only = probe.prepare([sample._replace(image=None)])
+        text_only = probe.prepare(sample._replace(image=None))
     except (ValueError, TypeError):  # its processor makes no inputs without a picture (GOT-OCR)
         return
     yield TEXT_ONLY, run_of(probe, text_only)
@@ -145,15 +142,3 @@ def table_row(model: str, name: str, parts: list[Values]) -> TableRow:
     row["answer changes (%)"] = 100 * float((rank > 1).mean())
     row["visual attention"] = float(_known(parts, name, "share").mean())
     return row | {norm: median(_known(parts, name, norm)) for norm in ("visual norm", "text norm")}
-
-
-def headline(model: str, rows: dict[str, TableRow]) -> str:
-    """In one sentence with numbers, what setting visual tokens to the text norm does to one model."""
-    first, blank, scaled = rows[UNTOUCHED], rows[BLANK], rows[TEXT_NORM]
-    share = scaled["KL (nats)"] / blank["KL (nats)"] if blank["KL (nats)"] else math.nan
-    return (
-        f"{model}: visual tokens enter with {first['visual norm'] / first['text norm']:.2f} times the text norm "
-        f"(medians); setting them to it at inference changes the output by {scaled['KL (nats)']:.3f} nats, "
-        f"{100 * share:.0f} % of the {blank['KL (nats)']:.3f} of a blank picture, and "
-        f"{scaled['answer changes (%)']:.0f} % of the answers"
-    )

@@ -5,13 +5,13 @@ Paper figure 4. A norm is taken of what enters each layer, and of what leaves th
 
 import argparse
 
-from llava.analysis import curves
+from llava.analysis import update_rates
 
 PANELS = {"norm median": {"ylabel": "L2 norm of the hidden state (median)", "yscale": "log"}}
 
-add_arguments = curves.add_arguments
+add_arguments = update_rates.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes a summary, every layer (`layer-norms-layers`) and the figure."""
-    curves.write_view(args, ("norm",), PANELS)
+    update_rates.write_view(args, ("norm",), PANELS)

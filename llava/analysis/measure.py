@@ -1,9 +1,9 @@
-"""Measures models over samples: raw values of every batch in one file each, read back for means and quantiles.
+"""Measures models over samples: raw values of every sample in one file each, read back for means and quantiles.
 
-    <output-dir>/measurements/<what>-<digest>/<first sample>.npz
+    <output-dir>/measurements/<what>-<digest>/<sample>.npz
 
 The digest is of the weights, the samples, the code, the packages and every setting that decides a value, so a number is
-tied to what made it, and finished batches are skipped. 1,000 samples of 800 tokens are about 450 MB for a decoder of 28
+tied to what made it, and finished samples are skipped. 1,000 samples of 800 tokens are about 450 MB for a decoder of 28
 layers, on disk and in memory; `--samples` bounds it.
 
 One pass serves `interface-norms`, `layer-norms` and `update-rates`. State l (0 to L) is what enters layer l, state L
@@ -36,7 +36,6 @@ from llava.analysis import models, samples
 from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.probe import PADDING, TEXT_AFTER, TEXT_BEFORE, VISUAL, Observation, Probe
 from llava.analysis.samples import PicturePrompt, Samples
-from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.files import replacing
 from llava.utils.progress import progress
@@ -51,15 +50,13 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _LOADING_FLAGS = ("conv_mode", "layers_path", "projector_path", "vision_path", "image_token_id")
 
 Values = dict[str, np.ndarray]
-"""What one batch gives, by name."""
+"""What one sample gives, by name."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, default: int = 40, batches: bool = False) -> None:
+def add_arguments(parser: argparse.ArgumentParser, default: int = 40) -> None:
     """The flags of every command that runs models over samples."""
     models.add_arguments(parser)
     samples.add_arguments(parser, default)
-    if batches:
-        parser.add_argument("--batch-size", type=whole(1), default=4, help="samples in a batch; changes no result")
 
 
 def begin(args: argparse.Namespace) -> tuple[list[NamedModel], Samples]:
@@ -69,38 +66,36 @@ def begin(args: argparse.Namespace) -> tuple[list[NamedModel], Samples]:
     return args.models, samples.choose(args)
 
 
-def batches(
+def per_sample(
     what: str,
     named: NamedModel,
     drawn: Samples,
     args: argparse.Namespace,
-    values_of: Callable[[Any, Any], Values],
+    values_of: Callable[[Any, PicturePrompt], Values],
     *,
     load: Callable[[NamedModel, argparse.Namespace], Any] | None = None,
     flags: Sequence[str] = (),
-    size: int = 1,
 ) -> list[Values]:
-    """The values of every batch of a measurement; measures those that `--output-dir` does not have.
+    """The values of every sample of a measurement; measures those that `--output-dir` does not have.
 
     Args:
         what: is measured; begins the folder's name.
-        values_of: makes values of what `load` gives and of `size` samples.
+        values_of: makes values of what `load` gives and of one sample.
         load: loads the model, only if there is something to measure; `models.load` where None.
         flags: those of the command that decide a result.
     """
-    folder = args.output_dir / FOLDER / _name(what, named, drawn, args, flags, size)
-    files = {first: folder / f"{first}.npz" for first in range(0, len(drawn), size)}
-    there = {first for first, file in files.items() if file.is_file()}
+    folder = args.output_dir / FOLDER / _name(what, named, drawn, args, flags)
+    files = [folder / f"{index}.npz" for index in range(len(drawn))]
+    there = {file for file in files if file.is_file()}
     if there:
-        print(f"{named.name}: {len(there)} of {len(files)} batches are measured already ({folder})")
+        print(f"{named.name}: {len(there)} of {len(files)} samples are measured already ({folder})")
     loaded = (load or models.load)(named, args) if len(there) < len(files) else None
     folder.mkdir(parents=True, exist_ok=True)
     measured = []
     with progress(len(drawn), f"{args.command}, {named.name}") as bar:
-        for first, file in files.items():
-            part = drawn[first : first + size]
-            if first not in there:
-                values = values_of(loaded, part)
+        for index, file in enumerate(files):
+            if file not in there:
+                values = values_of(loaded, drawn[index])
                 with replacing(file, contended=True) as unfinished, unfinished.open("wb") as stream:
                     np.savez(stream, **values)
             try:
@@ -108,8 +103,8 @@ def batches(
                     measured.append(dict(stored))
             except (OSError, EOFError, ValueError, BadZipFile) as error:
                 raise ValueError(f"{file}: damaged ({error}); delete it") from error
-            bar.update(len(part))
-    if loaded is not None and _name(what, named, drawn, args, flags, size) != folder.name:
+            bar.update()
+    if loaded is not None and _name(what, named, drawn, args, flags) != folder.name:
         shutil.rmtree(folder)
         raise ValueError(f"{named.name}: weights or samples changed while they were measured; rerun the same command")
     return measured
@@ -122,14 +117,11 @@ def refuse_nonfinite(model: str, values: Values) -> None:
             raise ValueError(f"{model}: {bad} of {numbers.size} measured values ({name}) are NaN or infinite")
 
 
-def _name(
-    what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace, flags: Sequence[str], size: int
-) -> str:
+def _name(what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace, flags: Sequence[str]) -> str:
     settings = {
         "weights": revision(named.path),
         "base": revision(args.model_base) if args.model_base else None,
         "samples": drawn.content(),
-        "size": size,
         "placement": models.placement(args),
         "made by": made_by(ANALYSIS),
         "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, *flags)},
@@ -144,16 +136,11 @@ class Measurement:
     """One model's values of all tokens that are not padding.
 
     Args:
-        measured: what `layer_values` gives, per batch.
-        count: samples measured.
-
-    Attributes:
-        layers: L.
+        measured: what `layer_values` gives, per sample.
     """
 
-    def __init__(self, measured: list[Values], count: int) -> None:
-        self.count, self.values = count, joined(measured)
-        self.layers = len(self.values["cosine"])
+    def __init__(self, measured: list[Values]) -> None:
+        self.values = {name: np.concatenate([values[name] for values in measured], axis=-1) for name in measured[0]}
 
     def tokens(self, groups: int | tuple[int, ...], with_sinks: bool = False) -> np.ndarray:
         """Which tokens are of these groups [N] bool."""
@@ -169,30 +156,25 @@ class Measurement:
 
 
 def measure_layers(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> Measurement:
-    """The model's values over the samples. Raises ValueError: see `models.load`; a batch has no visual positions."""
+    """The model's values over the samples. Raises ValueError: see `models.load`; a sample has no visual positions."""
 
-    def measured(probe: Probe, part: Sequence[PicturePrompt]) -> Values:
+    def measured(probe: Probe, sample: PicturePrompt) -> Values:
         takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
         options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
-        return joined([layer_values(probe.run(batch, **options), probe.name) for batch in probe.batches(part)])
+        return layer_values(probe.run(probe.prepare(sample), **options), probe.name)
 
-    return Measurement(batches("layers", named, drawn, args, measured, size=args.batch_size), len(drawn))
-
-
-def joined(parts: Sequence[Values]) -> Values:
-    """The values of several batches."""
-    return {name: np.concatenate([values[name] for values in parts], axis=-1) for name in parts[0]}
+    return Measurement(per_sample("layers", named, drawn, args, measured))
 
 
 def layer_values(seen: Observation, model: str) -> Values:
-    """The values of one batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
+    """The values of a batch's tokens, [L + 1, N] of states (`STATE_METRICS`) and [L, N] of steps (`STEP_METRICS`).
 
     Also per token [N] its `group`, and whether it is a `sink`.
 
-    Raises ValueError: no sample of it has visual positions; a value is NaN or infinite.
+    Raises ValueError: it has no visual positions; a value is NaN or infinite.
     """
     if not bool(seen.visual.any()):
-        raise ValueError(f"{model}: no visual positions in a batch of {len(seen.groups)} samples")
+        raise ValueError(f"{model}: a sample has no visual positions")
     groups, states = seen.groups.cpu().numpy(), seen.hidden_states
     there = groups != PADDING
     first = _unit(states[0].float())

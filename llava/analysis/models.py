@@ -5,17 +5,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoProcessor,
+    BaseImageProcessor,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    processing_utils,
+)
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.video_processing_auto import get_video_processor_config
+from transformers.utils import is_torchvision_available
 
 from llava.analysis.commands import COMMANDS, OURS, NamedModel
-from llava.analysis.probe import WHOLE, Batch, Probe
-from llava.analysis.processors import library_inputs, load_processor, seen_area
-from llava.analysis.remote_code import load_remote, own_inputs, requires_trust
+from llava.analysis.probe import WHOLE, Area, Batch, Probe
+from llava.analysis.remote_code import load_remote
 from llava.analysis.samples import PicturePrompt
 from llava.asking import Assistant, is_captioner, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
@@ -169,13 +180,12 @@ def _load_ours(named: NamedModel, args: argparse.Namespace) -> Probe:
     assistant = load_ours(named, args)
     model, tokenizer = assistant.model, assistant.tokenizer
 
-    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
-        pictures = [sample.image for sample in samples if sample.image is not None]
-        prompts = [our_prompt(sample, assistant) for sample in samples]
-        return our_batch(model, prompts, pictures, assistant.image_processor)
+    def prepare(sample: PicturePrompt) -> Batch:
+        pictures = [] if sample.image is None else [sample.image]
+        return our_batch(model, [our_prompt(sample, assistant)], pictures, assistant.image_processor)
 
     parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
-    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: str(tokenizer.decode([i])))
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer))
 
 
 def our_prompt(sample: PicturePrompt, assistant: Assistant) -> torch.Tensor:
@@ -214,9 +224,10 @@ def our_batch(
         inputs["images"] = pixels.to(device) if torch.is_tensor(pixels) else [crops.to(device) for crops in pixels]
         inputs |= {"image_sizes": [picture.size for picture in pictures]} if rules.is_anyres else {}
     spliced, spliced_mask = padded(expanded)
-    pads = rules.aspect_ratio == "pad"
-    areas = [WHOLE if rules.is_anyres else seen_area(image_processor, picture.size, pads) for picture in pictures]
-    return Batch(inputs, spliced.to(device), spliced_mask.to(device), areas)
+    area = WHOLE
+    if len(pictures) == 1 and not rules.is_anyres:
+        area = seen_area(image_processor, pictures[0].size, rules.aspect_ratio == "pad")
+    return Batch(inputs, spliced.to(device), spliced_mask.to(device), area)
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,15 +258,139 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -
         if not (getattr(processor, "chat_template", None) or family.prompt):
             raise ValueError(f"--model {named.path}: its processor has no chat template (chat_template.jinja)")
         tokenizer, prepare = processor.tokenizer, library_inputs(processor, model.device, model.dtype, family)
-    text = lambda i: tokenizer.decode([i])  # noqa: E731
-    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), text, family.one_by_one)
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer))
+
+
+def requires_trust(path: str, trust_remote_code: bool) -> None:
+    """Raises ValueError where the code of a model's repository may not run."""
+    if not trust_remote_code:
+        code = ", ".join(sorted(file.name for file in Path(path).glob("*.py"))) or "its repository's files"
+        raise ValueError(f"--model {path}: needs its own code ({code}); read it, then pass --trust-remote-code")
+
+
+class VideoSettings(ImageProcessingMixin):
+    """Replaces a processor's video part, which needs torchvision: its saved settings; a few processors read them.
+
+    PyPI has only torchvision's build for CUDA, which cannot be imported next to a CPU build of PyTorch.
+    """
+
+    model_input_names = ()
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> "VideoSettings":
+        """Of a folder or hub id."""
+        return cls(**get_video_processor_config(path))
+
+
+def load_processor(path: str, trust: bool = False) -> Any:
+    """The processor saved with a model; its video part is `VideoSettings` where torchvision is missing.
+
+    Where torchvision is there, transformers resizes with it, and pixels of some families differ by one of 256 levels.
+
+    Args:
+        trust: its repository's code may run.
+
+    Raises:
+        ImportError: a package is missing; names it.
+        ValueError: the folder has no processor of pictures and text.
+    """
+    stand_in = {} if is_torchvision_available() else {"video_processor": (__name__, VideoSettings.__name__)}
+    kind = {"video_processor": ImageProcessingMixin.__name__} if stand_in else {}
+    loaders = processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES
+    with patch.dict(loaders, stand_in), patch.dict(processing_utils.MODALITY_TO_BASE_CLASS_MAPPING, kind):
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"--model {path}: no processor of pictures and text is saved with it (preprocessor_config.json), found a "
+            f"{type(processor).__name__}"
+        )
+    if not getattr(processor, "chat_template", None):
+        processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
+    return processor
+
+
+def library_inputs(
+    processor: Any, device: torch.device, dtype: torch.dtype, family: Family
+) -> Callable[[PicturePrompt], Batch]:
+    """A function that makes batches of one sample with a transformers processor and its chat template.
+
+    Args:
+        dtype: the model's, to which pictures are cast.
+    """
+
+    def text_of(sample: PicturePrompt) -> str:
+        if not family.prompt or processor.chat_template:
+            return processor.apply_chat_template(chat(sample), add_generation_prompt=True)
+        return family.prompt.format(picture=family.picture if sample.image is not None else "", prompt=sample.prompt)
+
+    def prepare(sample: PicturePrompt) -> Batch:
+        text, picture = text_of(sample), sample.image
+        bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
+        options = {"add_special_tokens": not (bos and text.startswith(bos)), "return_tensors": "pt"}
+        if "mm_token_type_ids" in processor.model_input_names:  # a few processors make them only when told to
+            options["return_mm_token_type_ids"] = True
+        if picture is not None:
+            options["images"] = [picture] if family.page_lists else [[picture]]
+        # A family without a chat template has a processor that wants a picture.
+        make = processor if picture is not None or not family.prompt else processor.tokenizer
+        inputs = make(text=[text], **options)
+        inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items() if k != "labels"}
+        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+        area = WHOLE if picture is None else seen_area(processor.image_processor, picture.size)
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool(), area)
+
+    return prepare
+
+
+def seen_area(image_processor: Any, size: tuple[int, int], pads: bool = False) -> Area:
+    """The area of a picture of width and height `size` that the encoder's grid of patches covers.
+
+    Args:
+        image_processor: of transformers, which may pad the picture, and take a crop of its middle.
+        pads: the picture is padded to a square before the processor gets it.
+    """
+    if pads or (getattr(image_processor, "do_pad", False) and hasattr(image_processor, "pad_to_square")):
+        seen = (max(size), max(size))
+    else:
+        seen = size
+    if getattr(image_processor, "do_center_crop", False):
+        crop, scaled = image_processor.crop_size, image_processor.size
+        short = scaled.get("shortest_edge")
+        across, along = [short / min(seen)] * 2 if short else (scaled["width"] / seen[0], scaled["height"] / seen[1])
+        seen = crop["width"] / across, crop["height"] / along
+    left, top = ((1 - part / length) / 2 for part, length in zip(seen, size, strict=True))
+    return left, top, 1 - left, 1 - top
+
+
+def chat(sample: PicturePrompt) -> list[dict[str, Any]]:
+    """The sample as the one-turn conversation that processors take, with the picture first."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": sample.prompt}]
+    if sample.image is not None:
+        content.insert(0, {"type": "image", "image": sample.image})
+    return [{"role": "user", "content": content}]
+
+
+def own_inputs(model: Any) -> Callable[[PicturePrompt], Batch]:
+    """A function that makes batches of one sample with a model's own `preprocess_inputs` (Ovis 2.5)."""
+
+    def prepare(sample: PicturePrompt) -> Batch:
+        ids, pixels, grids = model.preprocess_inputs(messages=chat(sample), add_generation_prompt=True)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "grid_thws": grids}
+        inputs = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
+
+    return prepare
 
 
 # --- encoders alone ---------------------------------------------------------------------------------------------------
 
 
-def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
-    """A function from samples to an encoder's tokens [N, E] as an LLM would get them (Table 1).
+def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[PicturePrompt], torch.Tensor]:
+    """A function from a sample to an encoder's tokens [N, E] as an LLM would get them (Table 1).
 
     They are the patches after layer `--vision-layer`; of MoonViT its result.
 
@@ -287,7 +422,7 @@ def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Seque
             return tower(inputs["pixel_values"].to(tower.device, tower.dtype)).flatten(0, 1)
 
     @torch.no_grad()
-    def tokens(samples: Sequence[PicturePrompt]) -> torch.Tensor:
-        return encode(processor(images=[sample.image for sample in samples], return_tensors="pt"))
+    def tokens(sample: PicturePrompt) -> torch.Tensor:
+        return encode(processor(images=[sample.image], return_tensors="pt"))
 
     return tokens

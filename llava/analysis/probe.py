@@ -6,7 +6,7 @@ vocabulary, N tokens of all samples.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from llava.analysis.samples import PicturePrompt
 from llava.families import Parts, first_tensors, is_floating, output_rows
@@ -42,13 +41,13 @@ class Batch:
         inputs: keyword arguments of the model's forward.
         input_ids: [B, S] as the LLM sees them, with the image token's id at every visual position.
         mask: [B, S] bool, False at padding.
-        areas: of each picture, the area that the encoder sees; empty where the caller made the inputs.
+        area: of the only sample's picture that the encoder sees.
     """
 
     inputs: dict[str, Any]
     input_ids: torch.Tensor
     mask: torch.Tensor
-    areas: Sequence[Area] = ()
+    area: Area = WHOLE
 
 
 @dataclass
@@ -62,7 +61,6 @@ class Observation:
         vision_features: [N, E] tokens of the vision encoder; None where it did not run.
         projector_output: [N, D], before a model leaves out or adds tokens (LLaVA-NeXT's line ends).
         logits: [B, S, C].
-        outputs: everything that the model returned.
         left: L tensors [B, S, D]: what leaves each layer, before the model adds something to what enters the next one
             (DeepStack's visual features).
     """
@@ -72,7 +70,6 @@ class Observation:
     vision_features: torch.Tensor | None
     projector_output: torch.Tensor | None
     logits: torch.Tensor
-    outputs: ModelOutput
     left: list[torch.Tensor]
 
     def steps(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -92,10 +89,8 @@ class Probe:
         name: in tables and figures.
         model: in eval mode.
         parts: see `find_parts`.
-        prepare: makes a `Batch` of samples; None where the caller makes its own.
+        prepare: makes a `Batch` of one sample; None where the caller makes its own.
         special_ids: ids of the tokenizer's special tokens.
-        token_text: the text of a token id.
-        one_by_one: a batch holds one sample.
     """
 
     def __init__(
@@ -103,28 +98,17 @@ class Probe:
         name: str,
         model: PreTrainedModel,
         parts: Parts,
-        prepare: Callable[[Sequence[PicturePrompt]], Batch] | None = None,
+        prepare: Callable[[PicturePrompt], Batch] | None = None,
         special_ids: Collection[int] = (),
-        token_text: Callable[[int], str] = str,
-        one_by_one: bool = False,
     ):
-        self.name, self.model, self.parts, self.one_by_one = name, model, parts, one_by_one
-        self._prepare, self.token_text = prepare, token_text
+        self.name, self.model, self.parts = name, model, parts
+        self.prepare = prepare
         self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
 
     @property
     def embedding_weight(self) -> torch.Tensor:
         """Text embedding matrix [rows, D]."""
         return self.parts.embedding.weight.detach()
-
-    def prepare(self, samples: Sequence[PicturePrompt]) -> Batch:
-        """The batch of these samples."""
-        return self._prepare(samples)
-
-    def batches(self, samples: Sequence[PicturePrompt]) -> Iterator[Batch]:
-        """`prepare` of all samples together, or of one sample at a time where the family needs that."""
-        for group in [[sample] for sample in samples] if self.one_by_one else [samples]:
-            yield self.prepare(group)
 
     def groups(self, batch: Batch) -> torch.Tensor:
         """What each position of `batch` holds [B, S]: without a picture all text is before it."""
@@ -162,7 +146,7 @@ class Probe:
                 "--vision-path"
             )
         tokens = (_rows(seen["features"]), _rows(seen["projector_output"]))
-        return Observation(groups, states, *tokens, outputs.logits, outputs, seen["left"])
+        return Observation(groups, states, *tokens, outputs.logits, seen["left"])
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:

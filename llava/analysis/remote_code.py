@@ -7,8 +7,6 @@ tensors are read from the files one by one. Names that transformers 5 removed ar
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.utils import import_utils
 
-from llava.analysis.probe import Batch
-from llava.analysis.processors import chat
-from llava.analysis.samples import PicturePrompt
 from llava.analysis.weights import WeightFiles
 
 REMOVED = {
@@ -88,22 +83,3 @@ def fill(model: nn.Module, files: WeightFiles) -> None:
         filled.add(id(tensors[name]))
     if missing := [name for name, tensor in tensors.items() if id(tensor) not in filled]:
         raise ValueError(f"--model {files.path}: its files lack {len(missing)} weights, such as {missing[0]}")
-
-
-def requires_trust(path: str, trust_remote_code: bool) -> None:
-    """Raises ValueError where the code of a model's repository may not run."""
-    if not trust_remote_code:
-        code = ", ".join(sorted(file.name for file in Path(path).glob("*.py"))) or "its repository's files"
-        raise ValueError(f"--model {path}: needs its own code ({code}); read it, then pass --trust-remote-code")
-
-
-def own_inputs(model: Any) -> Callable[[Sequence[PicturePrompt]], Batch]:
-    """A function that makes batches of one sample with a model's own `preprocess_inputs` (Ovis 2.5)."""
-
-    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
-        ids, pixels, grids = model.preprocess_inputs(messages=chat(samples[0]), add_generation_prompt=True)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "grid_thws": grids}
-        inputs = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
-
-    return prepare

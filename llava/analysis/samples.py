@@ -56,18 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
         type=Path,
         help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
     )
-    rule = "malformed records: error refuses the data, skip leaves them out and counts them"
-    parser.add_argument("--on_bad_record", choices=("error", "skip"), default="error", help=rule)
     parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
 
 
 class Source(NamedTuple):
-    """One of the collections: its name in messages, records, where their pictures are, and what identifies them."""
+    """One of the collections: its name in messages, records, where their pictures are, and what identifies them.
+
+    `pictures` is how many each record has; None where it is malformed.
+    """
 
     name: str
     records: Sequence[Record]
     store: ImageStore
     key: str
+    pictures: Sequence[int | None]
 
     def sample(self, number: int) -> PicturePrompt:
         """The sample of a record. Raises ValueError: its picture or its question is missing or cannot be read."""
@@ -92,9 +94,7 @@ class Samples(Sequence[PicturePrompt]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [source.sample(number) for source, number in self.chosen[index]]
+    def __getitem__(self, index: int) -> PicturePrompt:
         source, number = self.chosen[index]
         return source.sample(number)
 
@@ -121,9 +121,9 @@ def choose(args: argparse.Namespace) -> Samples:
     every, counts = [], []
     with named_by("--data"):
         for part in args.data.split(","):
-            source, pictures = _source(Path(part.strip()), args)
-            every += [(source, index) for index, count in enumerate(pictures) if count == 1]
-            counts += pictures
+            source = _source(Path(part.strip()), args)
+            every += [(source, index) for index, count in enumerate(source.pictures) if count == 1]
+            counts += source.pictures
     random.Random(args.seed).shuffle(every)
     chosen, unreadable = [], []
     for source, index in every[: args.samples]:
@@ -153,8 +153,7 @@ def default_data() -> str:
     raise ValueError(f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes")
 
 
-def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | None]]:
-    """A collection, and how many pictures each of its records has (None: the row is malformed)."""
+def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.suffix in (".json", ".jsonl", *MIXTURES):
         return _records(path, args)
     if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
@@ -167,31 +166,29 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | No
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
         store = ImageStore(None, setting="--data")
         key = f"{[bytes_digest(shard) for shard in shards]}"
-        return Source("", rows, store, key), [len(record_images(row)) for row in rows]
+        return Source("", rows, store, key, [len(record_images(row)) for row in rows])
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if not files:
             raise DataError(path, "the folder holds neither pictures nor Parquet files")
         records = [record_of(file, file, args.prompt) for file in files]
         store = ImageStore(path, setting="--data")
-        return Source(str(path), records, store, f"{args.prompt} {files}"), [1] * len(files)
+        return Source(str(path), records, store, f"{args.prompt} {files}", [1] * len(files))
     expected = "a folder, .json, .jsonl, .parquet, .yaml"
     raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
 
 
-def _records(path: Path, args: argparse.Namespace) -> tuple[Source, list[int | None]]:
-    """LLaVA's records, the malformed ones by the rule of `--on_bad_record`."""
+def _records(path: Path, args: argparse.Namespace) -> Source:
+    """LLaVA's records; the first malformed ones are named on stderr."""
     records = load_records(str(path), check=False).epoch()
     beside = path.parent / "images" if path.suffix in (".json", ".jsonl") else None
     store = ImageStore(args.image_folder or beside, others=records.image_folders, setting="--image-folder")
     # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
-    if malformed and args.on_bad_record == "error":
-        shown = "\n  ".join(f"{records.named(i)}: {records.problem(i).message}" for i in sorted(malformed)[:SHOWN])
-        fault = f"{len(malformed)} of {len(records)} records are malformed"
-        raise DataError(path, f"{fault} (--on_bad_record skip leaves them out):\n  {shown}")
+    for i in sorted(malformed)[:SHOWN]:
+        print(f"--data {path}: malformed {records.named(i)}: {records.problem(i).message}", file=sys.stderr)
     pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]
-    return Source(str(path), records, store, records.key), pictures
+    return Source(str(path), records, store, records.key, pictures)
 
 
 def record_of(name: str, image: Any, prompt: str | None, answer: str | None = None) -> Record:

@@ -8,7 +8,6 @@ Shapes: N tokens of one modality, D LLM hidden size.
 
 import argparse
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     models, drawn = measure.begin(args)
     summaries, rows = [], []
     for model in models:
-        parts = measure.batches("theory", model, drawn, args, sample_values)
+        parts = measure.per_sample("theory", model, drawn, args, sample_values)
         layers = range(len(parts[0]["pairs"]))
         own = [{"model": model.name, "layer": layer} | layer_row(parts, layer) for layer in layers]
         summaries, rows = summaries + summary(own), rows + own
@@ -90,12 +89,12 @@ def layer_values(states: torch.Tensor, after: torch.Tensor, members: dict[str, t
 
 
 @torch.no_grad()
-def sample_values(probe: Probe, part: Sequence[PicturePrompt]) -> Values:
+def sample_values(probe: Probe, sample: PicturePrompt) -> Values:
     """The values of every layer for one sample, without its attention sinks, and how many of these there are.
 
     Raises ValueError: all tokens of a modality are sinks, or there are none; a value is NaN or infinite.
     """
-    seen, values, members = probe.run(probe.prepare(part)), {}, {}
+    seen, values, members = probe.run(probe.prepare(sample)), {}, {}
     groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
     for name, ids in MODALITIES.items():
         inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))

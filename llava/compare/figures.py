@@ -23,7 +23,6 @@ DRAWN = {
     "interface-norms": "A panel for each model shows the norms of visual tokens, text tokens and text embeddings.",
     "layer-norms": "A panel for each model shows the norms of visual and text tokens over the layers.",
     "update-rates": "A column for each model shows how much its layers change and turn visual and text tokens.",
-    "update-rates-gap": "A line for each model gives the angle by which a layer turns text over that of visual tokens.",
     "norm-params": "Three panels follow the norm layer's gain and bias over the optimizer steps.",
     "attention-heatmaps": "A row of pictures for each model shows where its attention is.",
     "attention-profiles": "Panels show each model's attention to visual tokens and its entropy over the layers.",

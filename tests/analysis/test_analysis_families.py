@@ -15,19 +15,18 @@ import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
-from saved_models import CHOSEN, SAVED, TENSORS, pixel_values
+from saved_models import CHOSEN, SAVED, TENSORS
 from vision_language_models import IMAGE, batch_of, ids_for
 
-from llava.analysis import attention, curves, interface_norms
+from llava.analysis import attention, interface_norms, update_rates
 from llava.analysis.__main__ import main
 from llava.analysis.attention import NoMap, picture_grid
+from llava.analysis.models import library_inputs, load_processor
 from llava.analysis.probe import Probe
-from llava.analysis.processors import library_inputs, load_processor
 from llava.analysis.samples import PicturePrompt
 from llava.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 
 PROMPT = "What is it?"
-PIXELS = "pixel_values"
 KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
 NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
 NUMBERS = ("count", "mean", "std", "min", "max")
@@ -107,7 +106,7 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for module in (interface_norms, curves, attention):
+    for module in (interface_norms, update_rates, attention):
         monkeypatch.setattr(module, "draw_rows", lambda *args, **options: None)
     monkeypatch.setattr(attention, "draw_maps", lambda *args: None)
     monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
@@ -115,31 +114,27 @@ def quick(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_saved_familys_tables_equal_an_independent_run_at_any_batch_size(name, pictures, tmp_path):
+def test_a_saved_familys_tables_equal_an_independent_run(name, pictures, tmp_path):
     saved = SAVED[name]
     if missing := [package for package in saved.needs if not usable(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
     if name in NEWER and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved_models.write(saved, tmp_path / "model")
-    rows = run("interface-norms", tmp_path / "model", tmp_path / "3", pictures, "--batch-size", "3")
-    alike = run("interface-norms", tmp_path / "model", tmp_path / "1", pictures, "--batch-size", "1")
+    rows = run("interface-norms", tmp_path / "model", tmp_path / "out", pictures)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype="float32").eval()
     expected = alone(name, model, tmp_path / "model", pictures)
-    for row, single in zip(rows, alike, strict=True):
-        kind = row["norms of"]
-        numbers = [row[name] for name in NUMBERS]
-        assert numbers == pytest.approx([single[name] for name in NUMBERS], rel=1e-4, abs=1e-6), kind
-        if kind in KINDS:
-            norms = expected[kind]
-            reference = [len(norms), *(float(v) for v in (norms.mean(), norms.std(correction=0), *norms.aminmax()))]
-            assert numbers == pytest.approx(reference, rel=1e-4, abs=1e-6), kind
-    (row,) = run("attention", tmp_path / "model", tmp_path / "3", pictures)
+    numbers = {row["norms of"]: [row[name] for name in NUMBERS] for row in rows}
+    for kind in KINDS:
+        norms = expected[kind]
+        reference = [len(norms), *(float(v) for v in (norms.mean(), norms.std(correction=0), *norms.aminmax()))]
+        assert numbers[kind] == pytest.approx(reference, rel=1e-4, abs=1e-6), kind
+    (row,) = run("attention", tmp_path / "model", tmp_path / "out", pictures)
     assert row["samples"] == 3
     if name in PLACES:
         assert (row["with a map"] == 0) == isinstance(PLACES[name][1], str)
-    run("layer-norms", tmp_path / "model", tmp_path / "3", pictures)
-    layers = json.loads((tmp_path / "3/layer-norms-layers.json").read_text())["rows"]
+    run("layer-norms", tmp_path / "model", tmp_path / "out", pictures)
+    layers = json.loads((tmp_path / "out/layer-norms-layers.json").read_text())["rows"]
     visual = {row["layer"]: row for row in layers if row["tokens"] == "visual"}
     for index, norms in expected.items():
         if isinstance(index, int) and index not in saved.added:
@@ -213,7 +208,7 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
     plain = torch.rand(size[1], size[0], 3, generator=torch.Generator().manual_seed(0)) * 80 + 80
 
     def entering(pixels):
-        batch = probe.prepare([PicturePrompt("x", Image.fromarray(pixels.byte().numpy()), PROMPT)])
+        batch = probe.prepare(PicturePrompt("x", Image.fromarray(pixels.byte().numpy()), PROMPT))
         seen = probe.run(batch)
         return batch, seen.groups, seen.hidden_states[0][seen.visual]
 
@@ -223,94 +218,13 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
             picture_grid(model, batch, len(before))
         return
     changes = {}
-    for cell, (left, top, right, bottom) in cells_of(batch.areas[0], size, grid).items():
+    for cell, (left, top, right, bottom) in cells_of(batch.area, size, grid).items():
         marked = plain.clone()
         marked[top:bottom, left:right] = torch.tensor([255.0, 0, 0])
         changes[cell] = (entering(marked)[2] - before).norm(dim=-1)
     assert len(changes) >= 4
     assert picture_grid(model, batch, len(before)) == grid
     assert_lit(changes, grid)
-
-
-# Of the processors that need torchvision: the picture's part of the inputs, and rows and columns of tokens.
-PLACED_TENSORS = {
-    "cohere2_vision": (pixel_values(1, 3, 16, 16), (2, 2)),
-    "llama4": (pixel_values(1, 3, 16, 16), (2, 2)),
-    "mistral3": (pixel_values(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (2, 8)),
-    "llava with Pixtral": (pixel_values(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (4, 16)),
-    "lfm2_vl": (
-        pixel_values(1, 64, 48)
-        | {"spatial_shapes": torch.tensor([[16, 4]]), "pixel_attention_mask": torch.ones(1, 64, dtype=torch.int)},
-        (8, 2),
-    ),
-    "kimi_k25": (pixel_values(64, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 16]])}, (2, 8)),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in PLACED_TENSORS if name in (*CHOSEN, "mistral3")])
-@torch.no_grad()
-def test_a_marked_place_of_the_inputs_lights_its_cell(name):
-    model, (tensors, grid) = saved_models.filled(SAVED[name].model()).eval(), PLACED_TENSORS[name]
-    probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
-    count = grid[0] * grid[1]
-
-    def entering(pixels):
-        batch = batch_of(**{k: v[:1] for k, v in ids_for([count]).items()}, **tensors | {PIXELS: pixels})
-        seen = probe.run(batch)
-        return batch, seen.groups, seen.hidden_states[0][seen.visual]
-
-    plain = tensors[PIXELS]
-    batch, groups, before = entering(plain)
-    is_picture, shapes = plain.shape[-2:] != (4, 4) and plain.ndim == 4, [tensors[k] for k in tensors if k != PIXELS]
-    rows, columns = plain.shape[-2:] if is_picture else shapes[0][0, -2:].tolist()
-    draws = torch.randn(8, *plain.shape, generator=torch.Generator().manual_seed(0))
-    changes = {}
-    for cell, (left, top, right, bottom) in cells_of((0, 0, 1, 1), (columns, rows), grid).items():
-        is_marked = torch.zeros(rows, columns, dtype=torch.bool)
-        is_marked[top:bottom, left:right] = True
-        if not is_picture:  # a list of patches
-            is_marked = is_marked.view(plain.shape[:-1] + (1,) if plain.ndim == 3 else (-1, 1, 1, 1))
-        changes[cell] = sum((entering(plain + noise * is_marked)[2] - before).norm(dim=-1) for noise in draws)
-    assert picture_grid(model, batch, len(before)) == grid
-    assert_lit(changes, grid)
-
-
-@pytest.mark.slow
-def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
-    for name in ("aria", "llava"):
-        saved_models.write(SAVED[name], tmp_path / name)
-        rows = run("interface-norms", tmp_path / name, tmp_path / "out", pictures, "--dtype", "bfloat16")
-        exact = run("interface-norms", tmp_path / name, tmp_path / "out", pictures)
-        assert rows[0]["mean"] != exact[0]["mean"] == pytest.approx(rows[0]["mean"], rel=0.02)
-
-
-def test_a_model_without_its_processor_is_refused_in_one_line(pictures, tmp_path, capsys):
-    saved_models.write(SAVED["llava"], tmp_path)
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        (tmp_path / name).unlink()
-    assert main(["layer-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("llava.analysis layer-norms: ") and "preprocessor_config.json" in error
-
-
-@pytest.mark.slow
-def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
-    model = saved_models.write(SAVED["llava"], tmp_path)
-    for parameter in model.model.multi_modal_projector.parameters():
-        torch.nn.init.zeros_(parameter)
-    model.save_pretrained(tmp_path)
-    flags = ("--model", str(tmp_path), "--data", str(pictures), "--device", "cpu")
-    flags += ("--output-dir", str(tmp_path / "out"))
-    for command in ("interventions", "theory"):
-        assert main([command, *flags]) == 2
-        assert "every weight of its projector is zero" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.skipif(usable("torchvision"), reason="torchvision is there")
-def test_a_processor_that_needs_a_missing_package_is_refused_by_name(pictures, tmp_path, capsys):
-    saved_models.write(SAVED["mistral3"], tmp_path)
-    assert main(["interface-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2
-    assert "torchvision" in capsys.readouterr().err.splitlines()[-1].lower()
 
 
 def test_a_family_that_cannot_be_measured_is_refused_by_name_in_one_line(pictures, tmp_path, capsys):

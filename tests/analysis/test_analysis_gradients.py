@@ -29,7 +29,7 @@ def by_hand(named, samples, args, gain, bias):
     """Norms of the loss's gradients at LLM input, norm input and features, each a leaf of a graph of its own."""
     assistant = loading.load_ours(named, args)
     model = assistant.model
-    batch, labels_of = gradients.training_batch(samples[:], assistant)
+    batch, labels_of = gradients.training_batch(samples, assistant)
     batch = batch.inputs
     features = model.get_vision_tower()(batch["images"]).detach().requires_grad_(True)
     projected = model.model.mm_projector[2](F.gelu(model.model.mm_projector[0](features)))
@@ -90,7 +90,7 @@ def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_table_and_figure(tiny, tmp_path):
     path = our_checkpoint(tiny, tmp_path / "m")
     flags = ("gradients", "--data", tiny / "data/finetune.json", "--samples", 2, "--model", f"m={path}")
     rows = run(tmp_path / "out", *flags)["rows"]
@@ -98,9 +98,6 @@ def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch
     assert rows[1][f"layernorm / {INPUT}"] == rows[1]["layernorm"] / rows[0]["layernorm"]
     assert all(arm in rows[0] for arm in ARMS)
     assert (tmp_path / "out/gradients.svg").is_file()
-    assert "before the norm remains layernorm" in capsys.readouterr().out
-    monkeypatch.setattr(loading, "load_ours", lambda *args: pytest.fail("measured again"))
-    assert run(tmp_path / "out", *flags)["rows"] == rows
 
 
 @pytest.mark.parametrize("model_type", TOWERS)

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llava.analysis import __main__ as command_line
 from llava.analysis import measure, output
 from llava.analysis.commands import NamedModel, named_model, required_models
-from llava.utils import commands
 from llava.utils.digests import fingerprint
 
 
@@ -65,31 +63,3 @@ def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path
     assert table[1]["mean"] == table[1]["mean (paper)"] == ""
     printed = capsys.readouterr().out
     assert "mean (paper)" in printed and "1.5000" in printed
-
-
-def test_a_figure_is_written_twice_and_the_same_each_time(tmp_path):
-    for folder in ("one", "two"):
-        with output.figure(arguments(tmp_path / folder), 1, 2) as (_, axes):
-            axes[0].plot([1, 2], label="visual")
-    for kind in ("png", "svg"):
-        assert (tmp_path / f"one/demo.{kind}").read_bytes() == (tmp_path / f"two/demo.{kind}").read_bytes()
-
-
-def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys):
-    def run(args):
-        if args.seed == 0:
-            raise ValueError("--seed 0: not today")
-        return args.seed
-
-    module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setattr(commands, "module_of", lambda package, command: module)
-    assert command_line.main(["theory", "--seed", "1"]) == 1
-    assert command_line.main(["theory", "--seed", "0"]) == 2
-    assert capsys.readouterr().err == "llava.analysis theory: --seed 0: not today\n"
-    for wrong in ([], ["nothing"], ["theory", "--sed"], ["theory", "--model", "=x"]):
-        with pytest.raises(SystemExit) as stop:
-            command_line.main(wrong)
-        assert stop.value.code == 2
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------

@@ -90,45 +90,31 @@ def test_a_termination_lets_the_running_command_save(tmp_path):
     assert process.wait(30) == 130 and (tmp_path / "saved").exists()
 
 
-def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze, monkeypatch, capfd):
+def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze):
     path = checkpoint(tmp_path / "a")
     for words, message in (
         ((tmp_path / "nowhere",), "no usable config.json"),
         ((path, path), "names two models"),
-        ((path, "--samples", "many"), "expected a whole number of at least 1, found 'many'"),
         ((path, "--commands", "theory,atention"), "found atention"),
-        ((path, "--commands", ""), "found none"),
     ):
-        try:
-            status, output, calls = analyze(*words)
-        except SystemExit as stop:
-            status, output, calls = stop.code, capfd.readouterr(), {}
+        status, output, calls = analyze(*words)
         assert status == 2 and not calls
         assert message in output.err and output.err.count("\n") == 1
+
+
+def test_the_quickstarts_checkpoints_are_the_default(tmp_path, analyze, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert analyze()[0] == 2
-    checkpoint_of_quickstart = tmp_path / "outputs/quickstart/none/finetune"
-    checkpoint_of_quickstart.parent.mkdir(parents=True)
-    checkpoint(checkpoint_of_quickstart)
+    (tmp_path / "outputs/quickstart/none").mkdir(parents=True)
+    checkpoint(tmp_path / "outputs/quickstart/none/finetune")
     status, _, calls = analyze("--commands", "theory")
     assert status == 0 and models(calls["theory"]) == ["none/finetune=outputs/quickstart/none/finetune"]
 
 
-def test_the_script_hands_its_variables_and_flags_over(tmp_path):
+def test_the_script_passes_its_variables_and_flags_on(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "<%s> " "$@"\n')
     python.chmod(0o755)
-    env = {
-        "LLAVA_PYTHON": python,
-        "OUTPUT_DIR": "my out",
-        "DATA": "x.json",
-        "SAMPLES": 7,
-        "COMMANDS": "theory attention",
-    }
+    env = {"LLAVA_PYTHON": python, "OUTPUT_DIR": "my out", "DATA": "", "SAMPLES": 7, "COMMANDS": "theory attention"}
     done = bash("scripts/analyze.sh", "a=CKPT", "--samples", "8", **env)
-    assert done.stdout.strip().endswith(
-        "<-m> <llava.analysis> <all> <--output-dir> <my out> <--data> <x.json> <--samples> <7> "
-        "<--commands> <theory attention> <a=CKPT> <--samples> <8>"
-    )
-    empty = dict.fromkeys(("OUTPUT_DIR", "DATA", "SAMPLES", "COMMANDS"), "")
-    assert bash("scripts/analyze.sh", LLAVA_PYTHON=python, **empty).stdout.strip().endswith("<llava.analysis> <all>")
+    words = "<all> <--output-dir> <my out> <--samples> <7> <--commands> <theory attention> <a=CKPT> <--samples> <8>"
+    assert done.stdout.strip().endswith(words)

@@ -201,8 +201,8 @@ def test_a_look_agrees_with_the_attention_command(pair):
     assistant, sample = pair[1], PicturePrompt("red", RED, ASK)
     probe = probe_of(assistant)
     prompt = our_prompt(sample, assistant)
-    probe._prepare = lambda samples: our_batch(assistant.model, [prompt], [RED], assistant.image_processor)
-    expected = attention.look_of(probe, [sample], "last")["map"]
+    probe.prepare = lambda sample: our_batch(assistant.model, [prompt], [RED], assistant.image_processor)
+    expected = attention.look_of(probe, sample, "last")["map"]
     assert np.allclose(look.look_of(assistant, asked(), RED, "")["map"], expected, rtol=1e-6)
 
 

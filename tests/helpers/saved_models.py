@@ -256,41 +256,6 @@ def cosmos3_edge() -> torch.nn.Module:
     return config_of("Cosmos3Edge", text_config=text, **config, **GRID_IDS, vision_end_token_id=303)()
 
 
-def qwen4_exp() -> torch.nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "intermediate_size"} | {"head_dim": 8, "num_experts": 2}
-    text |= {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    text |= {f"linear_{what}_head_dim": 8 for what in ("key", "value")}
-    text |= {f"linear_num_{what}_heads": 2 for what in ("key", "value")}
-    text |= {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2}
-    text |= {"hc_lowrank": 4, "rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}}
-    vision = GRID_VISION | {"num_position_embeddings": 16}
-    text |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
-    text |= {"indexer_compress_ratio": 4}
-    return config_of("Qwen4Exp", text_config=text, vision_config=vision, **GRID_IDS, vision_start_token_id=302)()
-
-
-def deepseek_v4() -> torch.nn.Module:
-    text = TEXT | {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2}
-    text |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "index_n_heads": 2}
-    text |= {"index_head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
-    text |= {"mlp_layer_types": ["moe"] * 3, "hc_mult": 2}
-    return models.llava(transformers.DeepseekV4Config(**text)).model
-
-
-def glm5_next() -> torch.nn.Module:
-    text = TEXT | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
-    text |= {"qk_nope_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    text |= {"linear_head_dim": 8, "linear_num_heads": 4, "index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
-    text |= {"index_kpool": 4, "hc_mult": 2, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full"] * 3}
-    text |= {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
-    vision = GRID_VISION | {"image_size": 16, "projection_intermediate_size": 48}
-    return config_of("Glm5Next", text_config=text, vision_config=vision, **GRID_IDS)()
-
-
-STREAMS = {"qwen4_exp": qwen4_exp, "glm5_next": glm5_next, "deepseek_v4": deepseek_v4}
-"""Models whose LLMs carry several states per token between their layers."""
-
-
 def masked(argument: str, padding: bool) -> Callable:
     """A module's first argument without padding, told by `argument`."""
     return lambda inputs, result: next(iter(inputs.values()))[inputs[argument].bool() != padding]

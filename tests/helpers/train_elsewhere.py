@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor, Trainer
 
 import llava
-from llava.analysis.processors import load_processor
+from llava.analysis.models import load_processor
 from llava.attach import RECORD, attached_norms, load_attached
 
 

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments
 from vision_language_models import IMAGE, batch_of, ids_for, mllama, qwen3_vl
 from vision_language_models import llava as llava_case
 
+from llava.analysis.models import library_inputs, load_processor
 from llava.analysis.probe import Probe
-from llava.analysis.processors import library_inputs, load_processor
 from llava.analysis.samples import PicturePrompt
 from llava.attach import RECORD, attach, attachable, attached_norms, load_attached
 from llava.families import family_of, find_parts
@@ -49,7 +49,7 @@ def family(request, tmp_path_factory):
         patch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
         prepare = library_inputs(load_processor(str(folder)), "cpu", torch.float32, family_of(model.config.model_type))
         picture = torch.rand(20, 40, 3, generator=torch.Generator().manual_seed(0)) * 255
-        inputs = prepare([PicturePrompt("x", Image.fromarray(picture.byte().numpy()), "What is it?")]).inputs
+        inputs = prepare(PicturePrompt("x", Image.fromarray(picture.byte().numpy()), "What is it?")).inputs
         patch.undo()
     return SimpleNamespace(name=name, model=model, projector=saved.projector, inputs=inputs)
 
