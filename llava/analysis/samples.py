@@ -186,7 +186,7 @@ def _records(path: Path, args: argparse.Namespace) -> Source:
     # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     for i in sorted(malformed)[:SHOWN]:
-        print(f"--data {path}: malformed {records.named(i)}: {records.problem(i).message}", file=sys.stderr)
+        print(f"--data {records.named(i)}: {records.problem(i).message}", file=sys.stderr)
     pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]
     return Source(str(path), records, store, records.key, pictures)
 

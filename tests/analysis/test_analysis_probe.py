@@ -125,7 +125,7 @@ def test_a_stage_1_folder_with_its_base_and_an_edit_of_the_llms_input(tiny, tmp_
 
 def test_a_part_that_is_not_found_says_what_to_name():
     model = models.llava().model
-    model.config.image_token_index = None
+    model.config = SimpleNamespace(model_type="odd")
     for named, message in (
         ({"layers": "nowhere"}, r"--layers-path nowhere: Llava.* has no such module. Modules: model"),
         ({"vision": "ear"}, "--vision-path ear: Llava.* has no such module"),
