@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs every part of the tests, or those that are named, each in the environment that it needs, and prints one table.
 # Exits with 1 if a part failed. suite is scripts/test.sh; numeric repeats what compares numbers on the instructions of
-# one older CPU; chaos breaks real runs; browser and trackers get an older Pillow; serving asks a quickstart's checkpoints
+# one older CPU; chaos breaks real runs; browser gets an older Pillow; serving asks a quickstart's checkpoints
 # through vLLM; peers trains with each tool of benchmarks/vs_peers.py; mixins runs transformers' own tests (from the
 # checkout TRANSFORMERS_TESTS, default: PyPI's source distribution). OUTPUT_DIR (default: outputs/test_all) gets the logs.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-readonly PARTS="suite numeric chaos browser trackers serving peers mixins"
+readonly PARTS="suite numeric chaos browser serving peers mixins"
 # Attention kernels, packed rows, the norm, the loss head, precisions, and upstream's recorded numbers.
 readonly NUMERIC=(tests/model/test_norm.py tests/model/test_model.py tests/model/test_packed.py tests/model/test_kernels.py
   tests/model/test_precisions.py tests/train/test_masters.py tests/upstream/test_upstream_model.py)
@@ -26,7 +26,7 @@ on_instructions() { # PyTorch's name of them, oneDNN's
     "$PYTHON_BIN" -m pytest -n 2 --dist loadfile "${NUMERIC[@]}"
 }
 
-# pytest in an environment with the Pillow that Gradio and trackio need, made once for each state of the requirements.
+# pytest in an environment with the Pillow that Gradio needs, made once for each state of the requirements.
 with_older_pillow() { # tests
   local python=.venv-pillow12/bin/python stamp
   stamp=$(cat pyproject.toml constraints.txt scripts/test_all.sh | sha256sum)
@@ -34,7 +34,7 @@ with_older_pillow() { # tests
     "${PYTHON:-python3}" -m venv --clear .venv-pillow12 &&
       "$python" -m pip install -q "$(grep '^torch==' constraints.txt)" &&
       "$python" -m pip install -q -c <(grep -v '^pillow==' constraints.txt) \
-        -e ".[train,playground,dev,docs,web,trackio,wandb]" playwright &&
+        -e ".[train,playground,dev,docs,web]" playwright &&
       echo "$stamp" >.venv-pillow12/stamp || return
   fi
   "$python" -m pytest "$@"
@@ -48,7 +48,6 @@ run() { # part
       ;;
     chaos) bash tests/nightly/chaos/run.sh ;;
     browser) with_older_pillow tests/eval/test_web.py tests/cli/test_site.py ;;
-    trackers) with_older_pillow tests/train/test_trackers.py ;;
     serving)
       { [ -d outputs/quickstart/none/finetune ] || bash scripts/quickstart.sh; } &&
         bash tests/nightly/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"

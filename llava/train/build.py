@@ -80,7 +80,11 @@ def build_model(
         **quantized_loading(training_args.bits, frozen_dtype, training_args.device),
     )
     if training_args.bits < 16:
-        prepare_quantized(model, frozen_dtype)
+        from peft import prepare_model_for_kbit_training  # norms in fp32, as PEFT advises; the Trainer recomputes
+
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model.get_input_embeddings().to(frozen_dtype)
+        model.lm_head.to(frozen_dtype)
     if note := unused(path, model.file_decoding):
         logger.info("%s", note)
     decoder = model.get_model()
@@ -102,15 +106,6 @@ def quantized_loading(bits: int, compute_dtype: torch.dtype, device: torch.devic
     if bits == 16:
         return {}
     return {"quantization_config": quantization_config(bits, compute_dtype), "device_map": {"": device}}
-
-
-def prepare_quantized(model: LlavaMetaForCausalLM, dtype: torch.dtype) -> None:
-    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head are put back to `dtype`."""
-    from peft import prepare_model_for_kbit_training
-
-    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer switches it on
-    model.get_input_embeddings().to(dtype)
-    model.lm_head.to(dtype)
 
 
 def record_choices(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from anyres_data import ANYRES
 from data_files import write_varied, write_without_targets
 from decoder_families import NAMES, write_families
@@ -95,22 +94,6 @@ def test_a_step_in_which_no_rank_has_a_target_has_loss_and_gradient_zero(tiny, t
     for config in configs:
         lines = [line for line in map(json.loads, (tmp_path / str(config) / LOG_FILE).open()) if "loss" in line]
         assert [line["loss"] == line["grad_norm"] == 0 for line in lines] == [False, True, False]
-
-
-def test_losses_of_a_mixture_equal_one_process(tiny, tmp_path):
-    entries = [
-        {"json_path": str(tiny / f"data/{name}.json"), "name": name, "weight": weight}
-        for name, weight in (("pretrain", 0.3), ("finetune", 0.7))
-    ]
-    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"datasets": entries, "epoch_samples": 40}))
-    options = COMPARABLE | {"data_path": tmp_path / "mix.yaml", "telemetry_steps": 0}
-    launch(flags(tiny, tmp_path / "two", 2, **options), "zero2", tmp_path)
-    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
-    two, one = (
-        [line["loss"] for line in map(json.loads, (tmp_path / run / LOG_FILE).open()) if "loss" in line]
-        for run in ("two", "one")
-    )
-    assert len(one) == COMPARABLE["max_steps"] and two == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])

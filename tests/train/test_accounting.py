@@ -1,99 +1,41 @@
 """Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
 
 import dataclasses
-import functools
-import importlib
-import json
-import re
-import shutil
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from activations import Kept, kept_by_one_layer
-from batches import IMG, batch, collated
-from paths import ROOT
+from batches import IMG, collated
 from rotary_product import no_rotary_product
 from tiny_models import SIZES, STAGE_1, STAGE_2, VISION_SIZES, make, trained
 from torch.utils.flop_counter import FlopCounterMode
 from training import flags, training_arguments
+from transformers import Starcoder2Config, Starcoder2ForCausalLM, Starcoder2Model
 
-from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
 from llava.model.language_model.families import Decoder, llava_classes
-from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
-from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
-from llava.train.arguments import TrainingArguments
-from llava.train.memory import (
-    MemoryEstimate,
-    checkpoint_layers,
-    estimate_memory,
-    layers_to_recompute,
-    rows_of_cards,
-)
+from llava.train.memory import MemoryEstimate, estimate_memory, layers_to_recompute, rows_of_cards
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.telemetry import Work, batch_work, flop_costs, peak_tflops, required_flops
-from llava.train.zero import check_zero, fit_zero, gathered_units, let_ninja_be_found
+from llava.train.telemetry import batch_work, flop_costs, required_flops
+from llava.train.zero import check_zero, fit_zero, gathered_units
 
 V = 4  # visual tokens per image: 16 px in patches of 8
-# Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
-LAYERS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
-HEAD = 320 * 32
-PATCHES = 3 * 8 * 8 * 24
-TOWER = 2 * (4 * 24 * 24 + 2 * 24 * 32)  # two of the three layers run
-PROJECTOR = (24 * 32, 32 * 32)
-
-
-def test_costs_of_stage_1_equal_hand_counts(tiny):
-    costs = flop_costs(trained(tiny, STAGE_1))
-    assert costs.tokens == 4 * LAYERS
-    assert costs.pairs == 3 * (2 * 2 * 32) * 2
-    assert costs.targets == 4 * HEAD
-    tower = V * 2 * PATCHES + V * 2 * TOWER + 2 * 4 * V * V * 24
-    assert costs.images == tower + V * (4 * PROJECTOR[0] + 6 * PROJECTOR[1])
-
-
-def test_costs_of_stage_2_equal_hand_counts(tiny):
-    costs = flop_costs(trained(tiny, STAGE_2))
-    assert costs.tokens == 6 * LAYERS
-    assert costs.targets == 6 * HEAD
-    tower = V * 4 * PATCHES + V * 6 * TOWER + 3 * 2 * 4 * V * V * 24
-    assert costs.images == tower + V * 6 * sum(PROJECTOR)
-
-
-def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
-    model = trained(tiny, STAGE_2)
-    model.requires_grad_(False)
-    costs = flop_costs(model)
-    assert (costs.tokens, costs.targets) == (2 * LAYERS, 2 * HEAD)
-
-
-def test_work_of_a_batch_equals_hand_counts():
-    work = batch_work(collated([[5, IMG, 6, 7], [8, 9]]))
-    assert work == Work(2, 9, 7 * 8 // 2 + 3, 1, 2)
-    cut = batch_work(collated([[5, IMG, 6, 7], [8, 9]], max_length=5))
-    assert cut == Work(2, 7, 15 + 3, 1, 1)  # the last target is cut off
 
 
 @no_rotary_product
-@pytest.mark.parametrize("tower", ["siglip", "clip"])
-@pytest.mark.parametrize("case", ["stage 1", "stage 2", "decoder only", "lora"])
+@pytest.mark.parametrize(
+    ("tower", "case"), [("siglip", "stage 1"), ("clip", "stage 2"), ("siglip", "decoder only"), ("clip", "lora")]
+)
 def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
     """Eager attention computes all pairs, so these are counted here as well."""
-    parts = {
-        "stage 1": STAGE_1,
-        "stage 2": STAGE_2,
-        "decoder only": {LANGUAGE_MODEL},
-        "lora": {ADAPTER, LANGUAGE_MODEL},
-    }
+    parts = {"stage 1": STAGE_1, "decoder only": {LANGUAGE_MODEL}, "lora": {ADAPTER, LANGUAGE_MODEL}}
     model = make(tiny, tower=tower).train()
     if case == "lora":
         add_lora(model, r=4, alpha=8, dropout=0.0, dtype=torch.float32)
-    set_trainable(model, frozenset(parts[case]))
+    set_trainable(model, frozenset(parts.get(case, STAGE_2)))
     model.padding_free = True
     model.config._attn_implementation = "eager"
     model.get_vision_tower().vision_model.set_attn_implementation("eager")
@@ -103,22 +45,6 @@ def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
     work = batch_work(inputs)
     work = dataclasses.replace(work, pairs=work.tokens**2)
     assert counter.get_total_flops() == required_flops(flop_costs(model), work)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce GTX 1060", None),
-    ],
-)
-def test_peak_is_the_datasheets_dense_bf16(monkeypatch, name, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda")) == expected
-    assert peak_tflops(torch.device("cpu")) is None
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -133,31 +59,25 @@ def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, aut
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_masked_sdpa_keeps_a_mask_and_repeated_heads_in_every_layer(tiny, tmp_path, autocast):
+def test_masked_sdpa_keeps_a_mask_and_repeated_heads_in_every_layer(tiny, tmp_path):
     model, tokens = trained(tiny, STAGE_1), 512
     model.config._attn_implementation, model.padding_free = "sdpa", True
-    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
+    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=True), tokens)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast, mask), rel=0.1)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, True, mask), rel=0.1)
 
 
-@functools.cache
-def without_gate(name: str) -> torch.nn.Module:
+def without_gate() -> torch.nn.Module:
     """A tiny LLaVA of a family that the table lacks, whose MLP has no gate."""
-    modules = importlib.import_module(f"transformers.models.{name.lower()}")
-    classes = [getattr(modules, f"{name}{suffix}") for suffix in ("Config", "Model", "ForCausalLM")]
-    made = llava_classes(Decoder(name, *classes))
+    made = llava_classes(Decoder("Starcoder2", Starcoder2Config, Starcoder2Model, Starcoder2ForCausalLM))
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": VISION_SIZES | {"model_type": "siglip_vision_model"}}
     config = made.config(**SIZES, **vision, mm_projector_type="mlp2x_gelu", residual_dropout=0.0)
     return made.causal_lm(config).train()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2])
-@pytest.mark.parametrize("name", ["Arcee", "Starcoder2"])
-def test_an_mlp_without_gate_keeps_less(tmp_path, name, parts, autocast):
-    model, tokens = without_gate(name), 64
+@pytest.mark.parametrize(("parts", "autocast"), [(STAGE_1, True), (STAGE_2, False)])
+def test_an_mlp_without_gate_keeps_less(tmp_path, parts, autocast):
+    model, tokens = without_gate(), 64
     set_trainable(model, parts)
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
@@ -177,20 +97,6 @@ def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path):
     with Kept(model) as kept:
         tower.layers[0](hidden, attention_mask=None)
     assert estimate.tower_layer == pytest.approx(kept.bytes(), rel=0.15)
-
-
-def test_frozen_layers_keep_no_inputs(tiny):
-    """Stage 1: the decoder's linear layers pass gradients on and keep nothing but their weights."""
-    model = trained(tiny, STAGE_1)
-    model.config._attn_implementation = SEGMENTS
-    inputs = []
-    for name, module in model.get_model().layers.named_modules():
-        if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")):
-            module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    with Kept(model) as kept:
-        model(**batch([[5, IMG, *range(6, 40)]])).loss.backward()
-    assert len(inputs) == 12 and not {x.untyped_storage().data_ptr() for x in inputs} & kept.storages.keys()
-    assert all(p.grad is None for name, p in model.named_parameters() if "mm_projector" not in name)
 
 
 def test_the_frozen_tower_keeps_nothing(tiny, monkeypatch):
@@ -273,13 +179,6 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
     assert stage_1.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == learnt
 
 
-def test_zero3_that_would_write_no_weights_is_refused():
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
-    with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
-        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
-    check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
-
-
 @pytest.mark.parametrize("option", [{"zero_quantized_gradients": True}, {"leaf_module": {"classes": ["Layer"]}}])
 def test_options_of_zero_that_give_wrong_numbers_here_are_refused_by_name(option):
     config = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True} | option}
@@ -288,15 +187,8 @@ def test_options_of_zero_that_give_wrong_numbers_here_are_refused_by_name(option
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, 2400), ({"hang_timeout": 7200}, 7800), ({"hang_timeout": 0}, 1800)]
-)
-def test_collectives_wait_longer_than_the_watchdog_which_names_the_rank_that_hangs(tmp_path, given, expected):
-    assert training_arguments(tmp_path, **given).ddp_timeout == expected
-
-
-@pytest.mark.parametrize(
     ("stage", "version", "refused"),
-    [(3, "0.19.7", True), (3, "0.19.8", False), (3, "0.20.0", False), (2, "0.19.7", False)],
+    [(3, "0.19.7", True), (3, "0.20.0", False), (2, "0.19.7", False)],
 )
 def test_zero3_of_a_deepspeed_that_gathers_wrong_weights_is_refused(monkeypatch, stage, version, refused):
     monkeypatch.setattr("llava.train.zero.version_of", lambda package: version)
@@ -304,13 +196,6 @@ def test_zero3_of_a_deepspeed_that_gathers_wrong_weights_is_refused(monkeypatch,
     message = f"--deepspeed zero.json: DeepSpeed {version} gathers wrong weights .* 0.19.8 or newer"
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
         check_zero(zero_arguments(stage, 2, config=config))
-
-
-def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert shutil.which("ninja") is None
-    let_ninja_be_found()
-    assert Path(shutil.which("ninja")).parent == Path(sys.executable).parent
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
@@ -357,11 +242,6 @@ def test_the_loss_head_and_a_layers_backward_pass_do_not_add_up():
     assert estimate_of(loss_head=20).total() == kept + 50
 
 
-def test_more_layers_than_there_are_cannot_be_recomputed():
-    with pytest.raises(ValueError, match="--activation_checkpointing 5: the language model has 4 layers"):
-        layers_to_recompute(5, estimate_of(), 0)
-
-
 @pytest.mark.parametrize(
     ("newer", "older", "expected"),
     [(None, None, "auto"), ("auto", None, "auto"), ("true", None, True), (None, False, False), ("7", None, 7)],
@@ -369,70 +249,6 @@ def test_more_layers_than_there_are_cannot_be_recomputed():
 def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected):
     args = training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
     assert args.activation_checkpointing is expected or args.activation_checkpointing == expected
-
-
-def test_checkpointing_works_with_library_releases_of_the_older_name(tmp_path):
-    """Their default of the older flag is False, which would contradict the newer one; their models lack the method."""
-    owner = next(
-        c for c in TrainingArguments.__mro__ if "gradient_checkpointing" in c.__dict__.get("__annotations__", {})
-    )
-    assert owner.__module__.startswith("llava.") and TrainingArguments.gradient_checkpointing is None
-    calls, layers = [], [SimpleNamespace(gradient_checkpointing=True) for _ in range(3)]
-    model = SimpleNamespace(
-        gradient_checkpointing_enable=lambda: calls.append(True),
-        get_model=lambda: SimpleNamespace(layers=layers, vision_tower=SimpleNamespace(layers=[])),
-    )
-    checkpoint_layers(model, 2)
-    assert calls == [True]
-    assert [layer.gradient_checkpointing for layer in layers] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("newer", "older", "message"), [("some", None, "found 'some'"), ("True", False, "contradicts --gradient_check")]
-)
-def test_unclear_checkpointing_flags_are_refused(tmp_path, newer, older, message):
-    with pytest.raises(ValueError, match=message):
-        training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
-
-
-SHAPES = {
-    "llama-3.2-3b": (
-        LlavaLlamaForCausalLM,
-        {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24}
-        | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True},
-    ),
-    "qwen2.5-7b": (
-        LlavaQwenForCausalLM,
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
-        | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    ),
-}
-SO400M = {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16}
-SO400M |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_vision_model"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "parts"), [("pretrain", STAGE_1), ("finetune", STAGE_2)])
-@pytest.mark.parametrize("preset", SHAPES)
-def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts):
-    """With the recipe's own ZeRO, which therefore fits."""
-    model_class, shapes = SHAPES[preset]
-    vision = {"mm_vision_tower": "siglip", "mm_vision_config": dict(SO400M), "mm_projector_type": "mlp2x_gelu"}
-    config = model_class.config_class(num_hidden_layers=28, **shapes, **vision)
-    with torch.device("meta"):
-        model = model_class(config).bfloat16()
-    model.tie_weights()
-    set_trainable(model, parts)
-    model.config._attn_implementation = "flash_attention_2"
-    run = resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]
-    arguments = zero_arguments(0, 8, config=json.loads((ROOT / run["deepspeed"]).read_text()))
-    fit_zero(model, arguments)
-    estimate = estimate_memory(model, arguments, int(run["max_tokens_per_micro_batch"]))
-    total = estimate.total(layers_to_recompute("auto", estimate, 0.9 * 79 * 2**30))
-    comment = (ROOT / "scripts/presets" / f"{preset}.sh").read_text()
-    said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
-    assert total == estimate.total()
-    assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)
 
 
 @pytest.mark.parametrize("zero", ["auto", "deepspeed_configs/zero2.json"])

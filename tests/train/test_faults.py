@@ -1,9 +1,7 @@
 """What happens to a run when something breaks, in one process; tests/nightly/chaos/run.sh breaks real processes."""
 
-import dataclasses
 import errno
 import json
-import logging
 import math
 import os
 import re
@@ -22,19 +20,19 @@ from safetensors.torch import load_file
 from tiny_models import SIZES, write_tiny
 from training import LORA, flags
 from transformers import TrainerCallback
+from warm_python import warm_python
 
 from llava.data.parallel import in_processes
-from llava.launch.recipe import resolved_run
 from llava.train import checkpoint
 from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import COMPLETE, ResumeError, SaveError, find_checkpoint, folder_faults
-from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
-from llava.train.telemetry import LOG_FILE, JsonlCallback
+from llava.train.llava_trainer import LLaVATrainer, NonFiniteError
+from llava.train.telemetry import LOG_FILE
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
-from llava.utils.locks import training_lock
+from llava.utils.locks import TRAINING_LOCK, training_lock
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -65,6 +63,19 @@ def copy(whole, tmp_path):
     return folder
 
 
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """A function that runs the process's entry with flags; returns its status and what it printed on stderr."""
+
+    def start(argv):
+        monkeypatch.setattr(sys, "argv", ["train_mem.py", *argv])
+        with pytest.raises(SystemExit) as ended:
+            train_module.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return start
+
+
 def at_step(monkeypatch, step: int, do) -> None:
     """Calls `do(trainer, batches)` when the batches of optimizer step `step` (from 1) have been read."""
     original = LLaVATrainer.get_batch_samples
@@ -79,15 +90,6 @@ def at_step(monkeypatch, step: int, do) -> None:
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_marker_has_every_file_of_a_checkpoint(whole):
-    folder = whole / "checkpoint-4"
-    listed = json.loads((folder / COMPLETE).read_text())["files"]
-    assert listed.keys() == {f.name for f in folder.iterdir()} - {COMPLETE}
-    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= listed.keys()
-    assert not folder_faults(folder) and not folder_faults(whole)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no marker"])
@@ -107,8 +109,9 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, cap
     assert find_checkpoint(args) == copy / "checkpoint-2"
     warning = next(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert "checkpoint-4" in warning and (COMPLETE if damage == "no marker" else "optimizer.pt") in warning
+    args.resume_from_checkpoint = str(copy / "checkpoint-4")
     with pytest.raises(FileNotFoundError, match="--resume_from_checkpoint .*checkpoint-4: no complete checkpoint"):
-        find_checkpoint(dataclasses.replace(args, resume_from_checkpoint=str(copy / "checkpoint-4")))
+        find_checkpoint(args)
 
 
 @pytest.mark.slow
@@ -156,29 +159,6 @@ def test_a_kill_around_the_marker_leaves_a_whole_checkpoint_of_one_that_is_kept(
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(tmp_path).items())
 
 
-@pytest.mark.slow
-def test_after_a_full_disk_in_logging_a_rerun_drops_the_cut_line(tiny, tmp_path, whole, monkeypatch, caplog):
-    """In a log of ours, or in a tracker's, whose writers raise the same error."""
-    on_log = JsonlCallback.on_log
-
-    def cut_at_step_3(self, args, state, control, **kwargs):
-        if state.global_step < 3:
-            return on_log(self, args, state, control, **kwargs)
-        with Path(args.output_dir, LOG_FILE).open("a") as file:
-            file.write('{"step": 3, "lo')
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(JsonlCallback, "on_log", cut_at_step_3)
-    argv = flags(tiny, tmp_path, 2, **SAVING)
-    with pytest.raises(OSError, match="No space left on device"):
-        train_module.train(argv)
-    monkeypatch.undo()
-    train_module.train(argv)
-    assert f"{tmp_path / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
-    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2, 3, 4]
-    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(tmp_path).items())
-
-
 def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "free_gib", lambda folder: 1e-6)
     with pytest.raises(SaveError, match="--output_dir .*per checkpoint.*--save_total_limit"):
@@ -217,23 +197,12 @@ def test_the_room_for_a_checkpoint_is_known_within_two_percent(wide, tmp_path, m
     ("change", "sides"),
     [
         ({"learning_rate": 0.5}, "learning_rate: checkpoint 0.001, now 0.5"),
-        (
-            {"version": "qwen_1_5"},
-            "template: checkpoint '.*', now '.*'\n  version: checkpoint 'chatml', now 'qwen_1_5'",
-        ),
-        ({"data_path": "DATA/pretrain.json"}, "data: checkpoint '24 records, SHA-256 .*, now '24 records, SHA-256"),
+        ({"data_path": "pretrain.json"}, "data: checkpoint '24 records, SHA-256 .*, now '24 records, SHA-256"),
         ({"norm": "layernorm"}, "mm_projector_norm: checkpoint 'gwc_layernorm', now 'layernorm'"),
-        ({"model_name_or_path": "LOWER"}, "tokenizer: checkpoint '.*', now '.*'"),
-        ({"ignore_data_skip": True}, "ignore_data_skip: checkpoint False, now True"),
     ],
 )
-def test_other_settings_are_refused_with_both_sides(tiny, copy, tmp_path, change, sides):
-    if change.get("model_name_or_path"):  # the same vocabulary, and a normaliser
-        shutil.copytree(tiny / "llama", tmp_path / "lower")
-        tokenizer = json.loads((tmp_path / "lower/tokenizer.json").read_text())
-        (tmp_path / "lower/tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
-    places = {"DATA": str(tiny / "data"), "LOWER": str(tmp_path / "lower")}
-    change = {k: re.sub("DATA|LOWER", lambda found: places[found[0]], str(v)) for k, v in change.items()}
+def test_other_settings_are_refused_with_both_sides(tiny, copy, change, sides):
+    change = {name: tiny / "data" / value if name == "data_path" else value for name, value in change.items()}
     with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
         train_module.train(flags(tiny, copy, 2, **SAVING, **change))
 
@@ -243,15 +212,14 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     shutil.copytree(tiny / "data", moved)
     shutil.copytree(tiny / "siglip", moved / "siglip")
     shutil.rmtree(copy / "checkpoint-4")
+    with (copy / LOG_FILE).open("a") as file:
+        file.write('{"step": 3, "lo')  # by a full disk
     options = SAVING | {"data_path": moved / "finetune.json", "image_folder": moved / "images"}
     options |= {"vision_tower": moved / "siglip", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     train_module.train(flags(tiny, copy, 2, **options))
     assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4]
-    for line in (
-        "per_device_train_batch_size: checkpoint 4, now 2",
-        "gradient_accumulation_steps: checkpoint 1, now 2",
-    ):
-        assert f"changed within the run: {line}" in caplog.text
+    assert f"{copy / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
+    assert "changed within the run: gradient_accumulation_steps: checkpoint 1, now 2" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
 
 
@@ -265,12 +233,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 FINISHED = {
-    "steps": (2, SAVING),
     "no checkpoints": (2, {"max_steps": 2}),
-    "epochs": (2, {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}),
-    "stage 1": (1, SAVING),
-    "LoRA": (2, SAVING | {"lora_enable": True, "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}),
-    "records left out": (2, {"max_steps": 2, "on_bad_record": "skip"}),
+    "stage 1, epochs": (1, {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}),
+    "LoRA": (2, SAVING | LORA),
 }
 
 
@@ -278,10 +243,6 @@ FINISHED = {
 @pytest.mark.parametrize("kind", FINISHED)
 def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplog, kind):
     stage, options = FINISHED[kind]
-    if kind == "records left out":
-        records = json.loads((tiny / "data/finetune.json").read_text())
-        (tmp_path / "some.json").write_text(json.dumps([*records, {"id": "x", "conversations": []}]))
-        options = options | {"data_path": tmp_path / "some.json"}
     argv = flags(tiny, tmp_path / "run", stage, **options)
     train_module.train(argv)
     before = snapshot(tmp_path / "run")
@@ -302,13 +263,12 @@ def no_steps(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was cut off"])
+@pytest.mark.parametrize("killed", ["before the final save", "model was cut off"])
 def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, whole, no_steps, killed):
     if killed != "before the final save":
         for name in ("config.json", "resume.json"):
             shutil.copy(whole / name, copy)
         (copy / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:-1])
-    if killed == "model was cut off":
         shutil.copy(whole / COMPLETE, copy)
     log = (copy / LOG_FILE).read_text()
     train_module.train(flags(tiny, copy, 2, **SAVING))
@@ -320,38 +280,13 @@ def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, wh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stage 1", "LoRA"])
-def test_the_repeated_final_save_has_the_same_tensors_in_other_runs(tiny, tmp_path, monkeypatch, kind):
-    stage, options = FINISHED[kind]
-    argv = flags(tiny, tmp_path / "run", stage, **options)
-    train_module.train(argv)
-    files = {f.name: saved_tensors(f) for pattern in checkpoint.MODEL for f in (tmp_path / "run").glob(pattern)}
-    for name in [*files, COMPLETE]:
-        (tmp_path / "run" / name).unlink()
-    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
-    train_module.train(argv)
-    for name, tensors in files.items():
-        again = saved_tensors(tmp_path / "run" / name)
-        assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
-
-
-def saved_tensors(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix == ".json" or file.name == "training_args.bin":
-        return {}
-    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state", ["finished", "killed before a checkpoint", "not recorded"])
+@pytest.mark.parametrize("state", ["killed before a checkpoint", "not recorded"])
 def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     argv = flags(tiny, tmp_path, 2, max_steps=3)
-    if state == "killed before a checkpoint":
-        at_step(monkeypatch, 3, lambda *_: (_ for _ in ()).throw(KeyError("killed")))
-        with pytest.raises(KeyError):
-            train_module.train(argv)
-        monkeypatch.undo()
-    else:
+    at_step(monkeypatch, 3, lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+    with pytest.raises(KeyError):
         train_module.train(argv)
+    monkeypatch.undo()
     if state == "not recorded":
         (tmp_path / "resume.json").unlink()
     (tmp_path / "notes.txt").write_text("mine")
@@ -364,27 +299,23 @@ def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     assert snapshot(tmp_path) == held
 
 
-def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, capsys):
+def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, started):
     for file in (f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("of the training that runs")
+    monkeypatch.setenv("LOCK_SECONDS", "0")
     with training_lock(tmp_path):
         before = sorted(tmp_path.rglob("*"))
-        monkeypatch.setenv("LOCK_SECONDS", "0")
-        for more in ({}, {"learning_rate": 8e-3}):
-            monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, tmp_path, 2, **more)])
-            with pytest.raises(SystemExit) as stopped:
-                train_module.main()
-            (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-            assert stopped.value.code == 2 and sorted(tmp_path.rglob("*")) == before
-            assert f"--output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in line
+        status, error = started(flags(tiny, tmp_path, 2))
+        assert status == 2 and sorted(tmp_path.rglob("*")) == before
+    assert f"error: --output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in error
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     tiny, tmp_path, whole, monkeypatch, number, caplog
 ):
@@ -406,32 +337,6 @@ def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [{"model": "llama_tied"}, LORA], ids=["tied", "LoRA"])
-def test_a_stopped_run_resumes_without_a_false_alarm(tiny, tmp_path, monkeypatch, caplog, kind):
-    argv, library = flags(tiny, tmp_path, 2, **SAVING | kind), logging.getLogger("transformers")
-    library.addHandler(caplog.handler)
-    at_step(monkeypatch, 3, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        train_module.train(argv)
-    monkeypatch.undo()
-    train_module.train(argv)
-    library.removeHandler(caplog.handler)
-    for alarm in ("missing keys", "to instantiate a model of type", "removing what"):
-        assert alarm not in caplog.text
-
-
-def test_signal_before_training_keeps_its_usual_effect(tiny, tmp_path, monkeypatch):
-    before = [signal.getsignal(number) for number in stopping.SIGNALS]
-
-    def build(*_):
-        raise KeyError([signal.getsignal(number) for number in stopping.SIGNALS] == before)
-
-    monkeypatch.setattr(train_module, "build_model", build)
-    with pytest.raises(KeyError, match="True"):
-        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
-
-
 def test_further_signals_change_nothing_and_workers_leave_them_to_their_rank(capfd):
     stop = stopping.StopSignal()
     stop.process = -1  # as in a forked worker
@@ -444,37 +349,18 @@ def test_further_signals_change_nothing_and_workers_leave_them_to_their_rank(cap
     assert stop.received == signal.SIGINT and capfd.readouterr().err.count("ends at once") == 1
 
 
-def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        stop = stopping.StopSignal()
-        stop.install()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
-        stop.remove()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize(("stage", "steps"), [("pretrain", "68"), ("finetune", "70")])
-def test_the_demo_saves_only_on_a_signal_and_at_its_end(stage, steps):
-    run = resolved_run(stage, PRESET="demo", NUM_GPUS=0)["flags"]
-    expected = {"save_strategy": "no", "save_total_limit": "1", "max_steps": steps}
-    assert {name: run[name] for name in expected} == expected
-
-
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_saves_and_shows_no_traceback(tiny, tmp_path):
-    argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=2)
-    chaos = {"what": "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
-    paths = f"{ROOT}:{ROOT / 'tests/nightly/chaos/inject'}"
-    env = os.environ | {"PYTHONPATH": paths, "CHAOS": json.dumps(chaos), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "llava/train/train_mem.py"), *argv]
+    argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=1)
+    log = tmp_path / "run" / LOG_FILE
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+        command = [warm_python(), ROOT / "llava/train/train_mem.py", *argv]
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
         limit = time.monotonic() + 120
-        while not (tmp_path / "struck").exists() and process.poll() is None and time.monotonic() < limit:
+        while not (log.exists() and log.read_text()) and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.2)
-        os.killpg(process.pid, signal.SIGINT)  # every process of the terminal's group
+        trainer = int((tmp_path / "run" / TRAINING_LOCK).read_text().split()[1])
+        os.killpg(trainer, signal.SIGINT)  # every process of the terminal's group
         code = process.wait(timeout=60)
     text = (tmp_path / "output").read_text()
     assert code == REQUEUE_EXIT_CODE and "Traceback" not in text, text[-3000:]
@@ -541,17 +427,6 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
 
 
-def test_infinite_loss_poisons_a_finite_gradient_and_finite_loss_does_not():
-    for logits, finite in ([0.3, -0.7], True), ([0.0, -torch.inf], False):
-        gradients = []
-        for change in (lambda loss: loss, poisoned):
-            x = torch.tensor([logits], requires_grad=True)
-            change(torch.nn.functional.cross_entropy(x, torch.tensor([1]))).backward()
-            gradients.append(x.grad)
-        assert gradients[0].isfinite().all()
-        assert torch.equal(*gradients) if finite else gradients[1].isnan().any()
-
-
 # --- which rank failed first ------------------------------------------------------------------------------------------
 
 
@@ -589,26 +464,12 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
 # --- what the user can mend -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def started(monkeypatch, capsys):
-    """A function that runs the process's entry with flags; returns its status and what it printed on stderr."""
-
-    def start(argv):
-        monkeypatch.setattr(sys, "argv", ["train_mem.py", *argv])
-        with pytest.raises(SystemExit) as ended:
-            train_module.main()
-        return ended.value.code, capsys.readouterr().err
-
-    return start
-
-
 def reports(folder: Path) -> dict[str, str]:
     return {f.suffix: f.read_text() for f in (folder / failures.FOLDER).iterdir()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started, workers):
+def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started):
     shutil.copytree(tiny / "data", tmp_path / "data")
     build = train_module.build_model
 
@@ -619,38 +480,12 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
 
     monkeypatch.setattr(train_module, "build_model", build_and_lose)
     data = {"data_path": tmp_path / "data/pretrain.json", "image_folder": tmp_path / "data/images"}
-    status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=workers, **data))
+    status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=1, **data))
     line = error.splitlines()[-1]
     assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
     message = re.match(r"error: (\S+: record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
     header, said, _, traceback = reports(tmp_path / "run")[".txt"].split("\n", 3)
     assert header.startswith("rank 0 on ") and said == f"error: {message}" and traceback.startswith("Traceback")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        ({"version": "nope"}, "error: --version 'nope': no such conversation template"),
-        ({"model_name_or_path": "/nowhere/model"}, "error: --model_name_or_path /nowhere/model: no tokenizer found"),
-        ({"vision_tower": "/nowhere"}, "error: --vision_tower /nowhere: "),
-        ({"data_path": "/nowhere.json"}, "error: --data_path /nowhere.json: no such file"),
-        ({"optim": "adamm"}, "error: --optim adamm: adamm is not a valid OptimizerNames"),
-        ({"lr_scheduler_type": "cosin"}, "error: --lr_scheduler_type cosin: cosin is not a valid SchedulerType"),
-        ({"warmup_ratio": 3}, "error: --warmup_ratio 3.0: must be in "),
-        (
-            {"loss_reduction": "micro_batch_mean", "max_tokens_per_micro_batch": 100},
-            "error: --max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction",
-        ),
-    ],
-)
-def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, started, overrides, line):
-    status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
-    assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
-
-
-def test_a_deepspeed_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="--deepspeed /nowhere.json: no such file"):
-        TrainingArguments(output_dir=str(tmp_path), deepspeed="/nowhere.json")
 
 
 def test_a_bug_shows_its_traceback(tiny, tmp_path, monkeypatch, started):

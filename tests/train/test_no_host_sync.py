@@ -1,7 +1,5 @@
 """A training step never waits for a value on its device: no shape and no branch of it depends on one."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from anyres_data import ANYRES, write_shapes
@@ -10,7 +8,6 @@ from host_sync import Waits
 from pairwise import pairwise
 from tiny_models import SIZES, STAGE_1, STAGE_2, make
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -20,7 +17,6 @@ from transformers.integrations import flash_attention
 from llava.layout import Layout
 from llava.model.attention import FLASH, SEGMENTS, VARLEN
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.train.llava_trainer import LLaVATrainer
 from llava.train.optim import set_trainable
 from llava.train.telemetry import NormProbe
 
@@ -82,44 +78,6 @@ def test_nothing_is_copied_from_the_device_to_the_host(tiny, monkeypatch):
     trainable(tiny).to("meta")(**batch, num_items_in_batch=10).loss.backward()
 
 
-def test_a_value_that_is_read_is_seen(tiny, monkeypatch):
-    """Otherwise the test above could not fail."""
-    model = trainable(tiny)
-    project = model.encode_images
-    number, mask, shape = (
-        lambda x: x * x.sum().item(),
-        lambda x: x[x.sum(dim=-1) > 0],
-        lambda x: x[x[:, 0, 0].int().bincount()],
-    )
-    for reads in (number, mask, shape):
-        monkeypatch.setattr(model, "encode_images", lambda images, reads=reads: reads(project(images)))
-        with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-            step_on_fake_tensors(model, collated(MIXED))
-
-
-@contextmanager
-def waits_between(monkeypatch, first: str, last: str):
-    """Counts from the first call of one of the trainer's methods to the end of another."""
-    waits, inside = Waits(), []
-    start, end = getattr(LLaVATrainer, first), getattr(LLaVATrainer, last)
-
-    def entering(*args, **kwargs):
-        if not inside:
-            inside.append(waits.__enter__())
-        return start(*args, **kwargs)
-
-    def leaving(*args, **kwargs):
-        try:
-            return end(*args, **kwargs)
-        finally:
-            inside.pop().__exit__(None, None, None)
-
-    monkeypatch.setattr(LLaVATrainer, first, entering)
-    monkeypatch.setattr(LLaVATrainer, last, leaving)
-    yield waits
-    assert not inside
-
-
 def packed_kernel(monkeypatch, backend: str) -> list[dict]:
     """Replaces a GPU's attention kernel by one that returns its queries; gives the list of what each call was given."""
     calls = []
@@ -151,25 +109,6 @@ def test_neither_the_model_nor_the_library_looks_at_values(tiny, monkeypatch, ba
     for call in calls:
         assert call["mask"] is None and call["longest"] == 7 and call["boundaries"].dtype == torch.int32
         assert call["boundaries"].tolist() == [0, 6, 13, 20, 23, 24]
-
-
-def test_the_models_own_layout_equals_the_collators(tiny):
-    """The model makes a layout of its own for callers that have only token ids."""
-    for padding_free in (True, False):
-        model, batch = trainable(tiny, padding_free=padding_free), collated(MIXED, padding_free=padding_free)
-        losses = [model(**batch).loss, model(**{k: v for k, v in batch.items() if k != "layout"}).loss]
-        assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_step_of_the_trainer_reads_one_number(tiny, tmp_path, monkeypatch, stage):
-    """The gradient norm, which decides whether the step is applied."""
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
-    _, trainer = build(flags(tiny, tmp_path, stage, **options, max_grad_norm=1.0, telemetry_steps=1))
-    with waits_between(monkeypatch, "training_step", "_get_grad_norm") as waits:
-        trainer.train()
-    assert waits.seen == {"_local_scalar_dense": 1}
 
 
 # --- what travels to the device ---------------------------------------------------------------------------------------

@@ -10,19 +10,12 @@ import saved_models
 import torch
 from saved_models import SAVED
 from tiny_models import SIZES, make
-from training import flags, greedy_tokens, load, loaded, losses
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, SeedOssConfig, SeedOssForCausalLM
+from training import flags, load, loaded, losses
+from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from llava.attach import attach, attached_norms, load_attached
-from llava.compare.arms import parse_arm
 from llava.compare.runs import Run, check_runs
-from llava.export.__main__ import main as export_command
-from llava.export.hf import export
-from llava.export.remote_code import code
-from llava.launch.recipe import resolved_run
-from llava.launch.settings import parse_flags as launcher_flags
 from llava.mm_utils import load_tokenizer
-from llava.model.builder import read_config
 from llava.model.language_model.families import DECODERS, LLAVA_CLASSES, MODEL_CLASSES
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
@@ -111,42 +104,6 @@ def digest(path) -> str:
 # --- through a run ----------------------------------------------------------------------------------------------------
 
 
-def test_name_and_digest_are_in_run_and_resume_files(trained_half):
-    run, path = trained_half
-    for folder in (run, run / "checkpoint-1"):
-        settings = json.loads((folder / "resume.json").read_text())["settings"]
-        assert settings["plugins"] == f"my_parts.py SHA-256 {digest(path)}" and "plugin" not in settings
-    (start,) = json.loads((run / "run.json").read_text())["starts"]
-    assert start["configuration"]["plugins"] == {"my_parts.py": digest(path)}
-
-
-def test_a_run_without_plugins_records_none(tiny, tmp_path):
-    train_module.train(flags(tiny, tmp_path / "run", 1))
-    assert "plugins" not in json.loads((tmp_path / "run/resume.json").read_text())["settings"]
-    assert "plugins" not in json.loads((tmp_path / "run/run.json").read_text())["starts"][0]["configuration"]
-
-
-def test_the_norm_is_the_plug_ins(tiny, half):
-    plugins.load(half)
-    torch.manual_seed(0)
-    ours, theirs = (make(tiny, norm=norm).get_model().mm_projector for norm in ("half_rmsnorm", "rmsnorm"))
-    features = torch.randn(2, 4, 24)
-    assert torch.equal(ours(features), 0.5 * theirs(features))
-
-
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tiny, tmp_path, trained_half):
-    run, path = trained_half
-    options = {"plugin": path, "save_strategy": "steps", "save_steps": 1}
-    shutil.copytree(run / "checkpoint-1", tmp_path / "run/checkpoint-1")
-    shutil.copy(run / "resume.json", tmp_path / "run")
-    train_module.train(flags(tiny, tmp_path / "run", 2, norm="half_rmsnorm", **options))
-    forget()
-    assert losses(tmp_path / "run" / LOG_FILE)[-1] == losses(run / LOG_FILE)[-1]
-    plugins.load(path)
-    weights = [loaded(folder, torch.float32).state_dict() for folder in (run, tmp_path / "run")]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-
-
 def test_a_resume_with_another_digest_is_refused_with_both(tiny, tmp_path, trained_half):
     run, path = trained_half
     changed = tmp_path / path.name
@@ -166,57 +123,12 @@ def test_a_checkpoint_is_not_loaded_without_its_plug_in(trained_half):
             loading()
 
 
-def test_it_loads_with_a_file_of_the_name_that_the_user_passes(trained_half, tmp_path):
-    run, path = trained_half
-    changed = tmp_path / path.name
-    changed.write_text(NORM + "# edited\n")
-    plugins.load(changed)
-    assert type(load(run, None).get_model().mm_projector[-1]).__name__ == "HalfNorm"
-    assert len(greedy_tokens(load(run, None))) == 12
-    with pytest.raises(ValueError, match=f"--plugin {path}: another file of this name is loaded"):
-        plugins.load(path)
-
-
-def test_it_loads_with_a_module_that_python_imported(trained_half, tmp_path, monkeypatch):
-    (tmp_path / "imported_parts.py").write_text(NORM)
-    monkeypatch.syspath_prepend(tmp_path)
-    __import__("imported_parts")
-    assert type(load(trained_half[0], None).get_model().mm_projector[-1]).__name__ == "HalfNorm"
-
-
 def test_it_loads_with_the_file_of_the_variable(trained_half, monkeypatch):
     monkeypatch.setenv("PLUGINS", str(trained_half[1]))
     assert type(load(trained_half[0], None).get_model().mm_projector[-1]).__name__ == "HalfNorm"
 
 
 # --- export and comparison --------------------------------------------------------------------------------------------
-
-
-def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
-    run, path = trained_half
-    plugins.load(path)
-    with pytest.raises(ValueError, match="its norm half_rmsnorm is code of your own"):
-        export(str(run), tmp_path / "exported")
-    assert not (tmp_path / "exported").exists() and "Half" not in code()
-
-
-def test_the_export_command_asks_for_the_plug_in_and_then_names_the_part(trained_half, tmp_path, capsys):
-    run, path = trained_half
-    command = ["hf", "--model-path", str(run), "--output-dir", str(tmp_path / "exported")]
-    assert export_command(command) == 2
-    assert "(--plugin FILE adds one;" in capsys.readouterr().err
-    assert export_command([*command, "--plugin", str(path)]) == 2
-    assert "its norm half_rmsnorm is code of your own" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        export_command([*command, "--plugin", str(tmp_path / "nowhere.py")])
-    assert f"argument --plugin: {tmp_path / 'nowhere.py'}: FileNotFoundError" in capsys.readouterr().err
-
-
-def test_the_card_names_the_plug_in(trained_half, tmp_path):
-    run, _ = trained_half
-    assert export_command(["card", "--model-path", str(run), "--output", str(tmp_path / "README.md")]) == 0
-    text = (tmp_path / "README.md").read_text()
-    assert "| own parts | `my_parts.py` |" in text and "llava.export hf" not in text
 
 
 def test_a_comparison_takes_the_plug_ins_arm_and_refuses_another_digest(tiny, half, tmp_path):
@@ -231,13 +143,6 @@ def test_a_comparison_takes_the_plug_ins_arm_and_refuses_another_digest(tiny, ha
     train_module.train(flags(tiny, arms[1].folder("pretrain"), 1, norm="half_rmsnorm", plugin=half))
     with pytest.raises(ValueError, match=rf"plugins.my_parts.py: '{first}' \(none, .*'{digest(half)}' \(half_rmsnorm"):
         check_runs(arms, "pretrain")
-
-
-def test_the_variable_makes_a_plug_ins_norm_an_arm(half, monkeypatch):
-    with pytest.raises(ValueError, match="'half_rmsnorm' is not one of"):
-        parse_arm("half_rmsnorm@2x")
-    monkeypatch.setenv("PLUGINS", str(half))
-    assert parse_arm("half_rmsnorm@2x").norm == "half_rmsnorm"
 
 
 # --- in other trainers ------------------------------------------------------------------------------------------------
@@ -289,19 +194,6 @@ def test_a_file_that_cannot_be_used_ends_the_parser(tiny, tmp_path, capsys, cont
         parse_flags([*flags(tiny, tmp_path / "run", 1), "--plugin", str(path)])
     assert re.search(f"error: --plugin {path}.*{message}", capsys.readouterr().err)
     assert not plugins.digests
-
-
-def test_the_launcher_keeps_every_plug_in():
-    words = ["--plugin", "a.py,b.py", "--seed", "1", "--plugin=c.py", "--seed", "2", "--plugin", "d.py"]
-    assert launcher_flags(words).words() == ["--plugin", "a.py,b.py", "c.py", "d.py", "--seed", "2"]
-    assert launcher_flags(["--plugin", "", "--seed", "1"]).words() == ["--seed", "1"]
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_the_scripts_pass_the_variable_on(stage):
-    recipe = resolved_run(stage, PLUGINS="a.py,b.py", PRESET="demo", NORM="rmsnorm", NUM_GPUS="0")
-    assert recipe["flags"]["plugin"] == "a.py,b.py"
-    assert "plugin" not in resolved_run(stage, PRESET="demo", NORM="rmsnorm", NUM_GPUS="0")["flags"]
 
 
 # --- other parts ------------------------------------------------------------------------------------------------------
@@ -370,31 +262,3 @@ def test_a_decoder_family_computes_as_the_plain_decoder_trains_and_resumes(tiny,
 
 def read_plain(folder):
     return SeedOssForCausalLM.from_pretrained(folder)
-
-
-def test_a_decoder_familys_checkpoint_answers_with_its_plug_in_and_names_it_without(trained_family, tmp_path):
-    run, _, path = trained_family
-    for reading in (lambda: load(run, None), lambda: export(str(run), tmp_path / "exported")):
-        with pytest.raises(ValueError, match="model_type 'llava_ownseed'; expected one of"):
-            reading()
-    plugins.load(path)
-    model = load(run, None)
-    assert type(model).__name__ == "LlavaOwnSeedForCausalLM" and len(greedy_tokens(model)) == 12
-    with pytest.raises(ValueError, match="its decoder llava_ownseed is code"):
-        export(str(run), tmp_path / "exported")
-
-
-def test_a_decoder_family_is_added(tmp_path):
-    path = tmp_path / "decoder.py"
-    path.write_text(
-        "from transformers import Qwen2MoeConfig as C, Qwen2MoeForCausalLM as F, Qwen2MoeModel as M\n"
-        "from llava.model.language_model.families import Decoder\n"
-        "from llava.plugin import register_family\n"
-        "register_family(Decoder('OwnMoe', C, M, F))\n"
-    )
-    plugins.load(path)
-    assert DECODERS[-1].name == "OwnMoe" and MODEL_CLASSES["qwen2_moe"] is MODEL_CLASSES["llava_ownmoe"]
-    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path / "plain")
-    config = json.loads((tmp_path / "plain/config.json").read_text()) | {"model_type": "qwen2_moe"}
-    (tmp_path / "plain/config.json").write_text(json.dumps(config))
-    assert type(read_config(str(tmp_path / "plain"))).__name__ == "LlavaOwnMoeConfig"

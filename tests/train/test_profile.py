@@ -22,24 +22,7 @@ def test_profiled_steps_leave_a_trace_a_table_and_the_same_losses(tiny, tmp_path
     assert "aten::addmm" in (folder / "steps_2-3.kernels.txt").read_text()
 
 
-def test_a_resumed_run_counts_steps_globally(tiny, tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    train_module.train(flags(tiny, tmp_path / "whole", 1, **options))
-    options |= {"resume_from_checkpoint": tmp_path / "whole/checkpoint-2"}
-    train_module.train(flags(tiny, tmp_path / "resumed", 1, **options, profile_steps="2:3"))
-    assert sorted(file.name for file in (tmp_path / "resumed/profile").iterdir()) == [
-        "steps_3-3.kernels.txt",
-        "steps_3-3.trace.json.gz",
-    ]
-
-
 @pytest.mark.parametrize("text", ["8:5", "0:3", "five", "5", "5:", "-1:3", "1:2:3", ""])
 def test_steps_that_are_not_first_to_last_are_refused(text):
     with pytest.raises(ValueError, match=r"--profile_steps: expected FIRST:LAST with 1 <= FIRST <= LAST.*found"):
         steps_to_profile(text)
-
-
-def test_steps_beyond_the_last_are_refused_before_the_first(tiny, tmp_path):
-    with pytest.raises(ValueError, match="--profile_steps 2:3: the run has 2 steps; choose steps up to 2"):
-        train_module.train(flags(tiny, tmp_path, 1, profile_steps="2:3"))
-    assert not (tmp_path / "train_log.jsonl").exists()

@@ -5,10 +5,8 @@ import shutil
 
 import pytest
 import torch
-from training import build, flags
+from training import flags
 
-from llava.compare.runs import Run
-from llava.train.checkpoint import ResumeError
 from llava.train.run_record import weights_digests
 from llava.train.train import build_model, parse_arguments, train
 from llava.utils.provenance import RUN_FILE, differences, read_starts
@@ -50,26 +48,6 @@ def test_a_resumed_run_adds_a_start(tiny, runs, tmp_path):
     assert first == second
 
 
-def test_other_pictures_in_the_same_folder_are_another_arm_and_no_continuation(tiny, tmp_path):
-    run, moved = Run(tmp_path, 42, "none"), tmp_path / "images"
-    shutil.copytree(tiny / "data/images", moved)
-
-    def configuration_on(images):
-        train(flags(tiny, run.folder("pretrain"), 1, image_folder=images, norm="none", save_strategy="steps"))
-        return run.configuration("pretrain")
-
-    before = configuration_on(tiny / "data/images")
-    shutil.rmtree(run.folder("pretrain"))
-    assert configuration_on(moved) == before
-    (moved / "3.png").write_bytes((moved / "4.png").read_bytes())
-    with pytest.raises(
-        ResumeError, match="pretrain was written by a run with other settings.*\n  pictures: there 'SHA"
-    ):
-        configuration_on(moved)
-    shutil.rmtree(run.folder("pretrain"))
-    assert set(differences(before, configuration_on(moved))) == {"data.pictures"}
-
-
 def test_a_library_preloaded_for_other_kernels_makes_another_configuration_an_allocator_does_not(
     tiny, runs, tmp_path, monkeypatch
 ):
@@ -102,10 +80,3 @@ def test_a_record_that_cannot_be_used_is_refused_by_name(content, tmp_path):
         (tmp_path / RUN_FILE).write_text(content)
     with pytest.raises(ValueError, match=RUN_FILE):
         read_starts(tmp_path / RUN_FILE)
-
-
-def test_a_rate_of_a_frozen_tower_is_named(tiny, tmp_path, caplog):
-    build(
-        flags(tiny, tmp_path / "run", 2, mm_tunable_parts="mm_mlp_adapter,mm_language_model", mm_vision_tower_lr=1e-4)
-    )
-    assert any("--mm_vision_tower_lr has no effect" in message for message in caplog.messages)

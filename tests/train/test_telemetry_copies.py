@@ -1,7 +1,6 @@
 """Telemetry waits for the device once per log line, and logs the numbers that single reads would give."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,14 +75,3 @@ def test_norms_and_gradient_norms_are_those_of_hooks_of_ones_own_in_float64(tiny
     expected |= {f"grad_norm/{place}": float(sum(squares)) ** 0.5 for place, squares in gradients.items()}
     expected["norm/gain_mean_abs"] = float(decoder.mm_projector[3].weight.detach().double().abs().mean())
     assert read([probe], trainer.accelerator) == pytest.approx(expected, rel=1e-5)
-
-
-def test_each_meter_gets_its_own_sums(tiny, tmp_path):
-    _, trainer = build(flags(tiny, tmp_path, 1))
-
-    def meter(*names: str) -> SimpleNamespace:
-        values = {name: torch.tensor(float(ord(name))) if name < "c" else float(ord(name)) for name in names}
-        return SimpleNamespace(values=lambda accelerator: values, metrics=lambda sums, ranks: sums)
-
-    sums = read([meter("a"), meter(), meter("b", "c")], trainer.accelerator)
-    assert sums == {"a": 97.0, "b": 98.0, "c": 99.0}

@@ -9,11 +9,8 @@ from data_files import write_varied
 from safetensors.torch import load_file
 from training import flags, run
 
-from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
-from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
-from llava.train import batches
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
 from llava.train.llava_trainer import LLaVATrainer
@@ -86,27 +83,12 @@ def test_step_without_pictures_logs_nothing_about_visual_tokens(tiny, tmp_path):
     assert places == {"text_embeddings", "gain_mean_abs"}
 
 
-def test_mfu_is_a_share_of_the_devices_peak(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("llava.train.telemetry.peak_tflops", lambda device: 0.5)
-    run(tiny, tmp_path, 1, max_steps=1)
-    line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])
-    assert line["mfu"] == pytest.approx(line["model_tflops_per_second"] / 0.5, rel=1e-4)
-
-
-def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
-    run(tiny, tmp_path, 1, max_steps=4, telemetry_steps=2)
-    lines = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
-    assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "norm"),
     [
         ("llama", "none"),
-        ("qwen_tied", "layernorm"),
-        ("llama", "gwc_rmsnorm"),
-        ("qwen_tied", "gwc_layernorm"),
+        ("qwen_tied", "gwc_rmsnorm"),
         ("llama", "clip"),
     ],
 )
@@ -152,30 +134,12 @@ def test_stage_2_takes_the_norm_bit_for_bit_and_trains_every_part(tiny, tmp_path
     [
         ({"norm": "none"}, r"3\.weight: adapter \(32,\), flags have none"),
         ({"norm": "layernorm"}, "adapter 'gwc_layernorm'.*flags 'layernorm'"),
-        ({"norm": "gwc_rmsnorm"}, r"3\.bias: adapter \(32,\), flags have none"),
         ({"mm_projector_norm_eps": 1e-6}, "norm_eps: adapter 1e-05.*flags 1e-06"),
-        ({"mm_projector_type": "linear"}, r"2\.weight: adapter \(32, 32\), flags have none"),
     ],
 )
 def test_adapter_that_contradicts_the_flags_is_refused(tiny, tmp_path, stage_1, overrides, both_sides):
     with pytest.raises(ValueError, match=f"(?s)--pretrain_mm_mlp_adapter.*{both_sides}"):
         build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1, **overrides)
-
-
-def test_adapter_without_norm_is_refused_where_flags_ask_for_one(tiny, tmp_path):
-    run(tiny, tmp_path / "s1", 1, norm="none", max_steps=1)
-    with pytest.raises(ValueError, match=r"(?s)3\.weight: adapter has none, flags \(32,\)"):
-        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=tmp_path / "s1")
-
-
-def test_adapter_of_other_width_is_refused(tiny, tmp_path, stage_1):
-    folder = tmp_path / "wide"
-    folder.mkdir()
-    adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
-    adapter["model.mm_projector.3.weight"] = torch.ones(64)
-    torch.save(adapter, folder / "mm_projector.bin")
-    with pytest.raises(ValueError, match=r"3\.weight: adapter \(64,\), flags \(32,\)"):
-        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=folder / "mm_projector.bin")
 
 
 def test_checkpoint_with_projector_refuses_other_norm_flags(tiny, tmp_path, stage_1):
@@ -194,21 +158,7 @@ def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_path):
-    train_module.train(flags(tiny, tmp_path / "first", 2, max_steps=1))
-    again = {"model_name_or_path": tmp_path / "first", "max_steps": 2}
-    with pytest.raises(ValueError, match="mm_projector_norm_min_gain: checkpoint 0.001, flags 0.1"):
-        train_module.train(flags(tiny, tmp_path / "other", 2, mm_projector_norm_min_gain=0.1, **again))
-    train_module.train(flags(tiny, tmp_path / "fixed", 2, mm_projector_norm_learnable=False, **again))
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "fixed"))
-    assert torch.equal(before["model.mm_projector.3.weight"], after["model.mm_projector.3.weight"])
-    assert not torch.equal(before["model.mm_projector.2.weight"], after["model.mm_projector.2.weight"])
-    assert json.loads((tmp_path / "fixed/config.json").read_text())["mm_projector_norm_learnable"] is False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, True)])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
     if stage == 2:  # where steps have 4 to 6 micro-batches
@@ -260,24 +210,6 @@ def test_a_token_cap_decides_only_the_micro_batches_of_each_step(tiny, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_cpu_splits_large_micro_batches_and_computes_the_same(tiny, tmp_path, monkeypatch):
-    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "per_device_train_batch_size": 4}
-    options |= {"data_path": write_varied(tiny, tmp_path / "data.json"), "gradient_accumulation_steps": 2}
-    forward, calls = LlavaMetaForCausalLM.forward, []
-    monkeypatch.setattr(
-        LlavaMetaForCausalLM, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
-    )
-    weights, forwards = {}, {}
-    for cap in (10**6, 450):
-        monkeypatch.setattr(batches, "CPU_TOKENS", cap)
-        weights[cap], _ = run(tiny, tmp_path / str(cap), 2, **options)
-        forwards[cap] = len(calls) - sum(forwards.values())
-    assert forwards[10**6] == 6 < forwards[450]  # as many as the flags say, and more where they are too large
-    for name, value in weights[10**6].items():
-        torch.testing.assert_close(weights[450][name], value, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     def logged(name: str, **overrides) -> list[float]:
         options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
@@ -296,40 +228,12 @@ def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "stage"), [("True", 1), (1, 2), ("True", 2)])
+@pytest.mark.parametrize(("layers", "stage"), [("True", 1), (1, 2)])
 def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, stage):
     plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
     checkpointed, _ = run(tiny, tmp_path / "ckpt", stage, activation_checkpointing=layers)
     for name in plain:
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("longest", "told"), [(512, False), (513, True)])
-def test_samples_longer_than_the_context_are_warned_of(tiny, tmp_path, caplog, longest, told):
-    train_module.train(flags(tiny, tmp_path, 1, model_max_length=longest, max_steps=1))
-    assert ("--model_max_length 513 is longer than the model's context of 512 tokens" in caplog.text) is told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "decoder", "tower"),
-    [
-        ({}, [False, False], [False, False]),  # auto: there is room
-        ({"gradient_checkpointing": True}, [True, True], [True, True]),
-        ({"gradient_checkpointing": False}, [False, False], [False, False]),
-        ({"activation_checkpointing": 1}, [True, False], [False, False]),
-    ],
-)
-def test_the_planned_layers_are_checkpointed(tiny, tmp_path, monkeypatch, caplog, options, decoder, tower):
-    caplog.set_level("INFO")
-    parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, **options))
-    model = train_module.build_model(*parsed)
-    trainer = train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
-    trainer.train()
-    assert [layer.gradient_checkpointing for layer in model.get_model().layers] == decoder
-    assert [layer.gradient_checkpointing for layer in model.get_vision_tower().layers] == tower
-    (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("memory estimate"))
-    assert f"{sum(decoder)} of 2 decoder layers" in line
 
 
 def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
@@ -344,46 +248,25 @@ def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
     }
 
 
-def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train_module.train(flags(tiny, tmp_path, 1, norm="batchnorm"))
-    error = capsys.readouterr().err
-    assert "--mm_projector_norm" in error and "batchnorm" in error
-    assert all(name in error for name in ("none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"data_path": "/nowhere.json"}, "--data_path /nowhere.json: no such file"),
         ({"image_folder": "/nowhere"}, "--image_folder /nowhere: no such folder"),
-        ({"version": "v99"}, "v99"),
         ({"vision_tower": None}, "--vision_tower is missing"),
-        ({"vision_tower": "/nowhere"}, "--vision_tower /nowhere"),
         ({"mm_vision_select_layer": -9}, "--mm_vision_select_layer -9: the tower has 3 layers"),
-        (
-            {"mm_vision_select_feature": "cls_patch"},
-            "--mm_vision_select_feature: a siglip_vision_model tower offers patch",
-        ),
-        ({"mm_projector_type": "qformer"}, "--mm_projector_type.*qformer"),
-        ({"mm_projector_norm_init": "abc"}, "--mm_projector_norm_init.*abc"),
         ({"mm_tunable_parts": "everything", "tune_mm_mlp_adapter": None}, "--mm_tunable_parts: unknown everything"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio and --warmup_steps"),
         ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
         (
             {"dataloader_drop_last": True, "per_device_train_batch_size": 25},
             "--dataloader_drop_last True leaves no step: a step has 25 samples, the data has 24",
         ),
-        ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
-        ({"data_path": None}, "--data_path is missing"),
         ({"mm_use_im_start_end": True}, "--mm_use_im_start_end must be False"),
         ({"norm": "none", "mm_projector_norm_init": 0.5}, "_norm_init has no effect with --mm_projector_norm none"),
-        ({"max_tokens_per_micro_batch": 0}, "--max_tokens_per_micro_batch: expected a positive number, found 0"),
         ({"max_tokens_per_micro_batch": 9, "padding_free": False}, "_micro_batch needs --padding_free True"),
         ({"length_group_window": 4}, "--length_group_window has no effect without --group_by_modality_length"),
         ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
-        ({"pretrain_mm_mlp_adapter": "/nowhere"}, "--pretrain_mm_mlp_adapter /nowhere: no such file"),
         ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
     ],
 )
@@ -411,12 +294,3 @@ def test_llavas_own_flags_say_what_is_trained(given, parts):
     else:
         with pytest.raises(ValueError, match=parts):
             tunable_parts(model_args)
-
-
-def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):
-    """With `--save_only_model` the library would go on with a fresh optimizer."""
-    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
-    train_module.train(flags(tiny, tmp_path, 2, **options))
-    (tmp_path / "complete.json").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer state.*remove the folder"):
-        train_module.train(flags(tiny, tmp_path, 2, **options))

@@ -19,7 +19,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,46 +35,22 @@ from playground.store import PlaygroundError
 PLUGIN = "llava_norm"  # its name among the entry points of pyproject.toml
 STARTED_WITHIN = 600.0  # seconds that a server may need
 STOPPED_WITHIN = 30.0
-BATCH = 80  # questions that our own model answers at a time
+BATCH, PARALLEL = 80, 8  # questions at a time that our own model answers, and that the server is asked
 # By dtype: the largest share of answers that may differ, and the largest preference (nats, in float32) of a tie.
 BOUNDS = {"bfloat16": (0.05, 0.25), "float32": (0.01, 0.001)}
 
 
-@dataclass
-class Answer:
-    """What the server said, and the tokens that it was asked by."""
-
-    text: str
-    prompt: list[int]
-
-
 def parser() -> argparse.ArgumentParser:
-    description = "Serves checkpoints by vLLM and compares answers."
-    parser = Parser(prog="bash tests/nightly/serving/run.sh", description=description)
-    parser.add_argument(
-        "--checkpoints", type=Path, default=Path("outputs/quickstart"), metavar="DIR", help="a quickstart's folder"
-    )
+    parser = Parser(prog="bash tests/nightly/serving/run.sh", description="Serves checkpoints and compares answers.")
+    parser.add_argument("--checkpoints", type=Path, default=Path("outputs/quickstart"), help="a quickstart's folder")
     parser.add_argument("--data", type=Path, default=Path("playground/data/scenes"), help="its prepared pictures")
     parser.add_argument("--arms", nargs="+", default=["none", "gwc_layernorm"], help="which of its arms to serve")
-    parser.add_argument("--questions", type=positive, help="how many to ask (default: all that are held out)")
+    parser.add_argument("--questions", type=int, help="how many to ask (default: all that are held out)")
     parser.add_argument("--dtype", choices=list(BOUNDS), default="bfloat16", help="precision of both sides")
-    parser.add_argument(
-        "--remote-code",
-        action="store_true",
-        help="serve by the folder's own code (--trust-remote-code) on vLLM's transformers backend, without the plugin",
-    )
-    parser.add_argument("--parallel", type=positive, default=8, help="questions asked at a time")
-    parser.add_argument(
-        "--output-dir", type=Path, default=Path("outputs/serving"), help="for exports, logs and answers"
-    )
+    parser.add_argument("--remote-code", action="store_true", help="serve by the folder's own code, without the plugin")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/serving"), help="for exports and logs")
     parser.add_argument("--vllm", type=Path, required=True, help=argparse.SUPPRESS)  # run.sh sets it
     return parser
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
 
 
 def main() -> int:
@@ -107,74 +82,31 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(arm: str, checkpoint: Path, records: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """Exports, serves and asks one arm, and prints the result; returns whether everything is as expected."""
+    """Exports, serves and asks one arm, and prints what differs.
+
+    Returns whether enough answers are equal, the others are ties, and all prompts have our tokens.
+    """
     folder, pictures = args.output_dir / arm, args.data / "images"
     export(checkpoint, folder)
     assistant = load_assistant(str(checkpoint), torch_dtype=args.dtype)
     max_tokens = longest_answer(records, assistant.tokenizer)
     ours = our_answers(assistant, records, pictures, max_tokens)
-    with served(folder, arm, args) as address, ThreadPoolExecutor(args.parallel) as pool:
-        started = time.monotonic()
-        theirs = list(pool.map(lambda record: ask(address, arm, record, pictures, max_tokens), records))
-        seconds = time.monotonic() - started
+    with served(folder, arm, args) as address, ThreadPoolExecutor(PARALLEL) as pool:
+        answers = list(pool.map(lambda record: ask(address, arm, record, pictures, max_tokens), records))
     image = json.loads((folder / "config.json").read_text())["image_token_index"]
-    report = {
-        "arm": arm,
-        "dtype": args.dtype,
-        "questions": len(records),
-        "prompts_differ": [
-            record["id"]
-            for record, answer in zip(records, theirs, strict=True)
-            if not same_prompt(assistant, record, answer, image)
-        ],
-        "different": differences(assistant, checkpoint, records, pictures, ours, theirs),
-    }
-    (args.output_dir / f"{arm}.json").write_text(json.dumps(report, indent=1))
-    print(f"{summary(report)} ({args.dtype}, {args.parallel} at a time, {seconds:.0f} s)", flush=True)
-    return is_as_expected(report)
-
-
-def differences(
-    assistant: Assistant,
-    checkpoint: Path,
-    records: list[dict[str, Any]],
-    pictures: Path,
-    ours: list[str],
-    theirs: list[Answer],
-) -> list[dict[str, Any]]:
-    """The answers that differ, each with our model's preference for its own: in the precision asked, and in float32."""
-    different = [i for i, answer in enumerate(theirs) if answer.text != ours[i]]
-    exact = load_assistant(str(checkpoint), torch_dtype="float32") if different else assistant
-    return [
-        {
-            "id": records[i]["id"],
-            "question": question(records[i]),
-            "served": theirs[i].text,
-            "ours": ours[i],
-            "nats": preference(assistant, records[i], pictures, ours[i], theirs[i].text),
-            "nats_in_float32": preference(exact, records[i], pictures, ours[i], theirs[i].text),
-        }
-        for i in different
-    ]
-
-
-def summary(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['arm']}: {answer['id']} {answer['question']!r}: served {answer['served']!r}, ours {answer['ours']!r}"
-        f", preferred by {answer['nats']:.4f} nats, in float32 by {answer['nats_in_float32']:.4f}"
-        for answer in report["different"]
-    ]
-    if wrong := report["prompts_differ"]:
-        lines.append(f"{report['arm']}: {len(wrong)} prompts have other tokens than ours, the first {wrong[0]}")
-    equal = report["questions"] - len(report["different"])
-    return "\n".join([*lines, f"{report['arm']}: {equal} of {report['questions']} answers equal"])
-
-
-def is_as_expected(report: dict[str, Any]) -> bool:
-    """Whether enough answers are equal, the others are ties, and all prompts have our tokens."""
-    most, tie = BOUNDS[report["dtype"]]
-    ties = all(abs(answer["nats_in_float32"]) <= tie for answer in report["different"])
-    return ties and not report["prompts_differ"] and len(report["different"]) <= most * report["questions"]
+    prompts = zip(records, (prompt for _, prompt in answers), strict=True)
+    wrong = [record["id"] for record, prompt in prompts if not same_prompt(assistant, record, prompt, image)]
+    if wrong:
+        print(f"{arm}: {len(wrong)} prompts have other tokens than ours, the first {wrong[0]}")
+    (share, tie), preferences = BOUNDS[args.dtype], []
+    exact = load_assistant(str(checkpoint), torch_dtype="float32")
+    for record, mine, (theirs, _) in zip(records, ours, answers, strict=True):
+        if theirs != mine:
+            preferences.append(preference(exact, record, pictures, mine, theirs))
+            print(f"{arm}: {record['id']}: served {theirs!r}, ours {mine!r}, preferred by {preferences[-1]:.4f} nats")
+    print(f"{arm}: {len(records) - len(preferences)} of {len(records)} answers equal ({args.dtype})", flush=True)
+    few = len(preferences) <= share * len(records)
+    return few and not wrong and all(abs(nats) <= tie for nats in preferences)
 
 
 def export(checkpoint: Path, folder: Path) -> None:
@@ -199,14 +131,9 @@ def served(folder: Path, arm: str, args: argparse.Namespace) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8"]
     command += ["--enforce-eager"]  # compiling takes longer than these questions
     command += ["--trust-remote-code"] * args.remote_code
-    env = os.environ | {
-        "VLLM_PLUGINS": ""
-        if arm == "none" or args.remote_code
-        else PLUGIN,  # the stock class needs none, and gets none
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    plugin = "" if arm == "none" or args.remote_code else PLUGIN  # the stock class needs none, and gets none
+    env = os.environ | {"VLLM_PLUGINS": plugin, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
     env.pop("PYTHONPATH", None)  # its environment has this package installed
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -248,12 +175,8 @@ def stop(process: subprocess.Popen) -> None:
 # --- both sides -------------------------------------------------------------------------------------------------------
 
 
-def question(record: dict[str, Any]) -> str:
-    return record["conversations"][0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
-
-
-def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_tokens: int) -> Answer:
-    """Asks as an OpenAI client does, with the picture as a data URL.
+def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_tokens: int) -> tuple[str, list[int]]:
+    """Asks as an OpenAI client does, with the picture as a data URL; the answer, and the prompt's tokens.
 
     Raises:
         ValueError: the server refused.
@@ -261,7 +184,7 @@ def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_to
     picture = base64.b64encode((pictures / record["image"]).read_bytes()).decode()
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
-        {"type": "text", "text": question(record)},
+        {"type": "text", "text": record["conversations"][0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()},
     ]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
     body |= {"max_tokens": max_tokens, "return_token_ids": True}
@@ -272,7 +195,7 @@ def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_to
             completion = json.load(response)
     except urllib.error.HTTPError as error:
         raise ValueError(f"{record['id']}: the server refused it: {error.read().decode()[:500]}") from error
-    return Answer(completion["choices"][0]["message"]["content"].strip(), completion["prompt_token_ids"])
+    return completion["choices"][0]["message"]["content"].strip(), completion["prompt_token_ids"]
 
 
 def our_answers(assistant: Assistant, records: list[dict[str, Any]], pictures: Path, max_tokens: int) -> list[str]:
@@ -283,10 +206,10 @@ def our_answers(assistant: Assistant, records: list[dict[str, Any]], pictures: P
     return [answers[number] for number in range(len(records))]
 
 
-def same_prompt(assistant: Assistant, record: dict[str, Any], answer: Answer, image: int) -> bool:
+def same_prompt(assistant: Assistant, record: dict[str, Any], prompt: list[int], image: int) -> bool:
     """Whether the server's tokens are ours, once every run of its token `image` is read as one placeholder."""
     read: list[int] = []
-    for token in answer.prompt:
+    for token in prompt:
         token = IMAGE_TOKEN_INDEX if token == image else token
         if token != IMAGE_TOKEN_INDEX or read[-1:] != [IMAGE_TOKEN_INDEX]:
             read.append(token)

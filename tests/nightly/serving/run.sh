@@ -8,11 +8,11 @@
 #                                   playground/data/scenes)
 #   --arms none gwc_layernorm ...   which of its arms (default: these two)
 #   --questions N                   how many to ask (default: all that are held
-#                                   out), --parallel N of them at a time (8)
+#                                   out)
 #   --dtype bfloat16 | float32      precision of both sides (default: bfloat16)
 #   --remote-code                   serve by the folder's own code instead of the
 #                                   plugin
-#   --output-dir DIR                folder of exports, logs and reports (default:
+#   --output-dir DIR                folder of exports and logs (default:
 #                                   outputs/serving)
 # The stock class serves NORM=none, without any plugin; this package's plugin
 # serves the norm. Every difference is explained, and a difference beyond rounding

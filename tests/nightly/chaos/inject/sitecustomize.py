@@ -1,7 +1,7 @@
 """Python imports this before the program when the folder is on PYTHONPATH: makes a training rank fail as CHAOS says.
 
-CHAOS is JSON: `what` (none, kill, kill_in_save, raise, hang, signal, signal_rank, nan, cut_link, fill_disk), `step`
-(number of finished steps when it happens), `ranks`, and what else the fault needs; `once` spares a rank that a launcher
+CHAOS is JSON: `what` (kill, kill_in_save, raise, hang, signal, signal_rank, cut_link, fill_disk), `step` (number of
+finished steps when it happens), `ranks`, and what else the fault needs; `once` spares a rank that a launcher
 started again. Only the trainer's own processes are touched, never a launcher.
 """
 
@@ -20,7 +20,7 @@ def is_rank() -> bool:
     return script.endswith("llava/train/train_mem.py")
 
 
-def strike(chaos: dict, batches: list) -> None:
+def strike(chaos: dict) -> None:
     """Does what `chaos` says, in the middle of a step."""
     Path(chaos["struck"]).write_text(str(time.time()))
     if chaos["what"] == "kill":
@@ -33,8 +33,6 @@ def strike(chaos: dict, batches: list) -> None:
         os.kill(int(Path(chaos["pid_file"]).read_text()), getattr(signal, chaos["signal"]))
     elif chaos["what"] == "signal_rank":
         os.kill(os.getpid(), getattr(signal, chaos["signal"]))
-    elif chaos["what"] == "nan":
-        batches[0]["images"].fill_(float("nan"))
     elif chaos["what"] == "cut_link":
         subprocess.run(["ip", "link", "set", chaos["link"], "down"], check=True)
     elif chaos["what"] == "fill_disk":
@@ -46,28 +44,24 @@ def strike(chaos: dict, batches: list) -> None:
 
 def install(chaos: dict) -> None:
     """Wraps the trainer's methods."""
-    from llava.train import llava_trainer
     from llava.train.llava_trainer import LLaVATrainer
-
-    llava_trainer.MAX_NONFINITE_STEPS = chaos.get("limit", llava_trainer.MAX_NONFINITE_STEPS)
 
     def due(trainer) -> bool:
         if chaos.get("once") and Path(chaos["struck"]).exists():
             return False
-        steps = range(chaos["step"], chaos["step"] + chaos.get("times", 1))
-        return trainer.args.process_index in chaos["ranks"] and trainer.state.global_step in steps
+        return trainer.args.process_index in chaos["ranks"] and trainer.state.global_step == chaos["step"]
 
     get_batch_samples, save_rng = LLaVATrainer.get_batch_samples, LLaVATrainer._save_rng_state
 
     def struck_batches(self, *args, **kwargs):
         result = get_batch_samples(self, *args, **kwargs)
         if due(self) and chaos["what"] != "kill_in_save":
-            strike(chaos, result[0][0])
+            strike(chaos)
         return result
 
     def struck_save(self, output_dir):
         if due(self) and chaos["what"] == "kill_in_save":
-            strike(chaos | {"what": "kill"}, [])
+            strike(chaos | {"what": "kill"})
         save_rng(self, output_dir)
 
     LLaVATrainer.get_batch_samples, LLaVATrainer._save_rng_state = struck_batches, struck_save
