@@ -138,8 +138,7 @@ class DataArguments:
         "sets (docs/data.md).",
     )
     image_folder: str | None = flag(
-        None,
-        "Folder or zip file that the records' image paths start from, where a mixture's data set names none.",
+        None, "Folder or zip file that the records' image paths start from, where a mixture's data set names none."
     )
     eval_data_path: str | None = flag(
         None,

@@ -62,7 +62,8 @@ def use_gloo_backend() -> None:
 
     PartialState._prepare_backend = prepare_backend
     # Training never calls DeepSpeed's all-reduce over shared memory, which leaves 64 MiB per rank in /dev/shm for ever.
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    operations: Any = import_module("deepspeed.comm.torch")
+    operations.build_shm_op = lambda: None
     training_args.is_torch_bf16_gpu_available = lambda: True
 
 

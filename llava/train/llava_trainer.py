@@ -53,14 +53,7 @@ from llava.train.optim import (
 )
 from llava.train.run_record import Settings
 from llava.train.stop import StopSignal
-from llava.train.telemetry import (
-    JsonlCallback,
-    NormProbe,
-    StepProfiler,
-    Throughput,
-    TrainingProgress,
-    read,
-)
+from llava.train.telemetry import JsonlCallback, NormProbe, StepProfiler, Throughput, TrainingProgress, read
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)

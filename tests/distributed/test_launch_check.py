@@ -1,6 +1,5 @@
-"""Nodes that differ are named, every DeepSpeed configuration loads, two hosts outlive a lost link."""
+"""Nodes that differ are named; two hosts outlive a lost link."""
 
-import json
 import os
 import subprocess
 
@@ -10,8 +9,6 @@ from warm_python import warm_python
 
 from llava.train import distributed
 from llava.train.distributed import check_nodes
-
-CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -34,19 +31,6 @@ def test_the_rank_whose_node_differs_is_named(tmp_path, monkeypatch, change, mes
         check_nodes([], str(tmp_path))
     assert message in str(raised.value) and str(raised.value).count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_is_one_that_deepspeed_takes(path):
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    zero = json.loads(path.read_text())["zero_optimization"]
-    known = DeepSpeedZeroConfig.model_fields
-    names = set(known) | {field.alias for field in known.values() if field.alias}
-    assert zero.keys() <= names
-    config = DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
-    assert config.stage == zero["stage"]
-    assert config.zero_hpz_partition_size == (8 if path.stem == "zero3_hpz" else 1)
 
 
 @pytest.mark.slow

@@ -186,6 +186,13 @@ def test_options_of_zero_that_give_wrong_numbers_here_are_refused_by_name(option
         check_zero(zero_arguments(3, 2, config=config))
 
 
+def test_zero3_that_would_write_no_weights_is_refused():
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
+        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
+    check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
+
+
 @pytest.mark.parametrize(
     ("stage", "version", "refused"),
     [(3, "0.19.7", True), (3, "0.20.0", False), (2, "0.19.7", False)],

@@ -28,7 +28,7 @@ from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import COMPLETE, ResumeError, SaveError, find_checkpoint, folder_faults
-from llava.train.llava_trainer import LLaVATrainer, NonFiniteError
+from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.telemetry import LOG_FILE
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
@@ -425,6 +425,17 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
         train_module.train(flags(tiny, tmp_path, 2, **SAVING))
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
+
+
+def test_infinite_loss_poisons_a_finite_gradient_and_finite_loss_does_not():
+    for logits, finite in ([0.3, -0.7], True), ([0.0, -torch.inf], False):
+        gradients = []
+        for change in (lambda loss: loss, poisoned):
+            x = torch.tensor([logits], requires_grad=True)
+            change(torch.nn.functional.cross_entropy(x, torch.tensor([1]))).backward()
+            gradients.append(x.grad)
+        assert gradients[0].isfinite().all()
+        assert torch.equal(*gradients) if finite else gradients[1].isnan().any()
 
 
 # --- which rank failed first ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from data_files import write_varied
 from torch.nn.functional import cross_entropy
-from training import LORA, build, flags, losses, training_arguments
+from training import LORA, build, flags, losses
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
@@ -175,27 +175,6 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
             assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
         else:
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_only_with_its_own_metric_and_held_out_data(tiny, tmp_path, heldout):
-    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
-    options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
-    train_module.train(flags(tiny, tmp_path, 1, **options))
-    with pytest.raises(ValueError, match="metric_for_best_model: there 'loss', now 'loss_text'"):
-        train_module.train(flags(tiny, tmp_path, 1, **options | {"metric_for_best_model": "loss_text"}))
-    with pytest.raises(ValueError, match="eval_data: there '.* records, SHA-256 .*', now '"):
-        train_module.train(flags(tiny, tmp_path, 1, **options | {"eval_data_path": heldout.split(",")[0]}))
-
-
-@pytest.mark.parametrize(
-    ("metric", "greater"),
-    [("loss", False), ("loss_image", False), ("eval/loss_text", False)],
-)
-def test_less_of_any_loss_is_better(tmp_path, metric, greater):
-    """The library itself assumes this only of names that end in loss."""
-    args = training_arguments(tmp_path, metric_for_best_model=metric)
-    assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from training import flags, load, loaded, losses
 from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from llava.attach import attach, attached_norms, load_attached
-from llava.compare.runs import Run, check_runs
+from llava.export.hf import export
+from llava.export.remote_code import code
 from llava.mm_utils import load_tokenizer
 from llava.model.language_model.families import DECODERS, LLAVA_CLASSES, MODEL_CLASSES
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -128,21 +129,12 @@ def test_it_loads_with_the_file_of_the_variable(trained_half, monkeypatch):
     assert type(load(trained_half[0], None).get_model().mm_projector[-1]).__name__ == "HalfNorm"
 
 
-# --- export and comparison --------------------------------------------------------------------------------------------
-
-
-def test_a_comparison_takes_the_plug_ins_arm_and_refuses_another_digest(tiny, half, tmp_path):
-    arms = [Run(tmp_path / "runs", 42, arm) for arm in ("none", "half_rmsnorm")]
-    for arm in arms:
-        train_module.train(flags(tiny, arm.folder("pretrain"), 1, norm=arm.arm, plugin=half))
-    check_runs(arms, "pretrain")
-    first = digest(half)
-    forget()
-    half.write_text(NORM.replace("0.5 *", "0.25 *"))
-    shutil.rmtree(arms[1].folder("pretrain"))
-    train_module.train(flags(tiny, arms[1].folder("pretrain"), 1, norm="half_rmsnorm", plugin=half))
-    with pytest.raises(ValueError, match=rf"plugins.my_parts.py: '{first}' \(none, .*'{digest(half)}' \(half_rmsnorm"):
-        check_runs(arms, "pretrain")
+def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
+    run, path = trained_half
+    plugins.load(path)
+    with pytest.raises(ValueError, match="its norm half_rmsnorm is code of your own"):
+        export(str(run), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists() and "Half" not in code()
 
 
 # --- in other trainers ------------------------------------------------------------------------------------------------

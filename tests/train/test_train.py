@@ -294,3 +294,12 @@ def test_llavas_own_flags_say_what_is_trained(given, parts):
     else:
         with pytest.raises(ValueError, match=parts):
             tunable_parts(model_args)
+
+
+def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):
+    """With `--save_only_model` the library would go on with a fresh optimizer."""
+    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    (tmp_path / "complete.json").unlink()
+    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer state.*remove the folder"):
+        train_module.train(flags(tiny, tmp_path, 2, **options))
