@@ -14,18 +14,11 @@ from llava.attach import load_attached
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with the model, and what both ways have made of it, one after the other on the same ranks."""
-    folder = tmp_path_factory.mktemp("attached")
-    saved_models.write(SAVED["llava"], folder / "model")
-    run_on_ranks(2, Path(attach_on_ranks.__file__), [str(folder)], 600)
-    return folder
-
-
 @pytest.mark.parametrize("way", ["zero3", "fsdp"])
-def test_an_attached_norm_is_partitioned_and_trained_as_on_one_process(way, trained, tmp_path):
-    model, output = trained / "model", trained / way
+def test_an_attached_norm_is_partitioned_and_trained_as_on_one_process(way, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "output"
+    saved_models.write(SAVED["llava"], model)
+    run_on_ranks(2, Path(attach_on_ranks.__file__), [way, str(model), str(output)], 600)
     state = load_attached(str(output)).state_dict() if way == "zero3" else torch.load(output / "state.pt")
     expected = attach_on_ranks.alone(way, str(model), str(tmp_path / "alone"))
     assert state.keys() == expected.keys()

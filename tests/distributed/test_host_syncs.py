@@ -22,22 +22,15 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def counted(tiny, tmp_path_factory):
-    """The waits of each case."""
-    folder = tmp_path_factory.mktemp("counted")
-    steps = {"max_steps": STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
-    runs = [flags(tiny, folder / c, 2, deepspeed=zero_file(CASES[c][0], folder), **steps) for c in CASES]
-    (folder / "runs.json").write_text(json.dumps(runs))
-    output = run_on_ranks(1, Path(host_sync.__file__), [str(folder / "runs.json")], timeout=600)
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('[{"package"')]
-    return dict(zip(CASES, lines, strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(counted, case):
-    (_, expected), lines, waits = CASES[case], counted[case], {}
+def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, tmp_path, case):
+    config, expected = CASES[case]
+    steps = {"max_steps": STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    argv = flags(tiny, tmp_path / "run", 2, deepspeed=zero_file(config, tmp_path), **steps)
+    output = run_on_ranks(1, Path(host_sync.__file__), argv, timeout=600)
+    lines = json.loads(next(line for line in output.splitlines() if line.startswith('[{"package"')))
+    waits = {}
     for row in lines:
         micro_batch, step = waits.get(module := row["line"].partition(":")[0], (0, 0))
         waits[module] = micro_batch + row["in_a_micro_batch"], step + row["in_a_step"]

@@ -1,9 +1,9 @@
 """Trains a tiny LLaVA with an attached norm, on one process or on two CPU ranks.
 
-    python attach_on_ranks.py FOLDER      # on every rank
+    python attach_on_ranks.py zero3 MODEL OUTPUT      # on every rank: the Trainer of transformers under ZeRO-3
+    python attach_on_ranks.py fsdp MODEL OUTPUT       # on every rank: PyTorch's FSDP and a loop
 
-FOLDER/model is a folder of transformers. PyTorch's FSDP and a loop make FOLDER/fsdp/state.pt, the full tensors; then
-the Trainer of transformers makes FOLDER/zero3, what `save_pretrained` writes, under ZeRO-3.
+MODEL is a folder of transformers. OUTPUT gets what `save_pretrained` writes, or `state.pt`, the full tensors.
 """
 
 import json
@@ -95,9 +95,8 @@ def fsdp(model: str, output: str) -> None:
     if torch.distributed.get_rank() == 0:
         Path(output).mkdir()
         torch.save(state, f"{output}/state.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    for train in (fsdp, zero3):  # in one process group
-        train(f"{sys.argv[1]}/model", f"{sys.argv[1]}/{train.__name__}")
-    torch.distributed.destroy_process_group()
+    {"zero3": zero3, "fsdp": fsdp}[sys.argv[1]](*sys.argv[2:])
