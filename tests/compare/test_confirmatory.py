@@ -28,7 +28,7 @@ from llava.compare.tables import (
     reached_table,
     verdict,
 )
-from llava.eval.paired import IMPROVED, compare_seeds
+from llava.eval.paired import IMPROVED, compare_seeds, confidence_of
 from llava.eval.results import Answered, Results, TaskResult
 from llava.utils.intervals import student_cdf, student_quantile
 
@@ -154,6 +154,24 @@ def test_equal_arms_are_told_apart_in_at_most_one_study_of_twenty():
         any(not low <= 0 <= high for low, high in map(bounds(plan), arms)) for arms in studies(0, 3.0, len(plan.seeds))
     ]
     assert 0.03 < np.mean(wrong) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(wrong))
+
+
+@pytest.mark.parametrize(("deviation", "difference"), [(2.0, 4.6), (3.0, 6.9), (4.0, 9.2)])
+def test_the_second_studys_seeds_show_the_planned_difference_in_four_of_five_studies(deviation, difference):
+    plan = json.loads((DATA / "study-2-plan.json").read_text())
+    confidence = confidence_of(len(plan["primary"]))
+    arms = studies(difference, deviation, len(plan["seeds"]), count=2000)[:, 0]
+    shown = np.mean([compare_seeds(values, confidence).low > 0 for values in arms])
+    assert shown == pytest.approx(0.8, abs=3 * math.sqrt(0.8 * 0.2 / len(arms)))
+    assert f"{difference:g}" in (ROOT / "docs/study-2-plan.md").read_text()
+
+
+def test_the_second_studys_plan_is_refused_before_its_tuning_is_recorded(tmp_path):
+    content = json.loads((DATA / "study-2-plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(FileNotFoundError, match="study-2-tuning-runs.json"):
+        read_plan(tmp_path / "plan.json")
+    read_plan(DATA / "study-2-tuning.json")
 
 
 @pytest.mark.slow

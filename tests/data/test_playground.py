@@ -152,6 +152,20 @@ def probes_folder(tmp_path_factory) -> Path:
     return probes.prepare(FEW, tmp_path_factory.mktemp("probes"))
 
 
+def test_more_pictures_and_a_validation_set_leave_pictures_and_questions_as_they_are(tmp_path: Path) -> None:
+    few = replace(FEW, num_train=21, num_crowded=2, num_per_kind=6)
+    base = probes.prepare(few, tmp_path / "base")
+    more = probes.prepare(replace(few, num_more=28, num_validation=14), tmp_path / "more")
+    assert read(more / "heldout.json") == read(base / "heldout.json")
+    assert read(more / "pretrain.json")[:21] == read(base / "pretrain.json") and len(read(more / "pretrain.json")) == 49
+    assert len(read(more / "validation.json")) == 14 and not (base / "validation.json").exists()
+    pictures = [path.read_bytes() for path in sorted((more / "images").iterdir())]
+    assert len(set(pictures)) == len(pictures) == 49 + 2 + 6 * 9 + 14
+    asked = {record["caption"] for record in read(more / "heldout.json") if record["kind"] == "relation"}
+    new = {record["conversations"][1]["value"] for record in read(more / "pretrain.json")[21:]}
+    assert asked and not new & asked
+
+
 def described_shapes(text: str) -> list[str]:
     return re.findall(rf"(?:{'|'.join(probes.COLORS)}) (?:{'|'.join(SHAPES)})", text)
 
