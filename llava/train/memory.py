@@ -374,13 +374,13 @@ def rows_of_cards(argv: list[str], ranks: int, gibs: Iterable[int]) -> Iterator[
     """A line for each card of so many GiB: what one of `ranks` such cards holds, by estimate, and what recomputes."""
     model_args, _, parsed = parse_flags([*argv, "--deepspeed", "", "--tf32", "False", "--bf16", "False"])
     zero = read_flags(argv).deepspeed or ""
-    args = SimpleNamespace(**vars(parsed))
+    args: Any = SimpleNamespace(**vars(parsed))
     args.device, args.world_size, args.bf16 = torch.device("cuda"), ranks, not args.fp16
     args.deepspeed = zero if zero != AUTO else ZERO_2 if ranks > 1 else ""
     model_args.attn_implementation = model_args.attn_implementation or "sdpa"  # kernels of a card keep as much
     model: Any = planned_model(model_args, args)
     decide_liger(model, args)
-    tokens = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
+    tokens: Any = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
     tokens = tokens or (None if zero == AUTO else parsed.per_device_train_batch_size * parsed.model_max_length)
     for gib in gibs:
         budget = _USABLE * gib * 2**30
