@@ -43,8 +43,7 @@ class Comparison(Experiment):
 
     def evaluation(self, run: Run) -> Step:
         """Evaluates every task; finished ones are skipped."""
-        # A model this small may have nothing to say about a photo; two small tasks start faster together.
-        default = "--allow-empty --together --batch-size 8" if self.demo else ""
+        default = "--together --batch-size 8" if self.demo else ""  # two small tasks start faster together
         flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
         words = ["llava.eval.evaluate", run.folder("finetune").resolve()]
         words += ["--tasks", self.tasks] if self.tasks else []

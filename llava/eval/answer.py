@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from llava.anyres import Size
     from llava.eval.question_records import Question, QuestionRecords
 
-WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
-NEUTRAL = ("output", "overwrite", "batch_size", "device", "plugin")
+NEUTRAL = ("output", "batch_size", "device", "plugin")
 """Flags that do not decide the answers."""
 
 
@@ -47,11 +46,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
     top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
-    top.add_argument("--overwrite", action="store_true", help="answer all questions again")
     top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling")
-    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, one process each")
-    top.add_argument("--chunk-idx", type=int, default=0, help="the part that this process answers, from 0")
     return top
 
 
@@ -71,13 +67,11 @@ def run(args: argparse.Namespace) -> None:
     Raises ValueError, OSError, ImportError: refused flags, questions or checkpoint; `--output` holds other answers, or
     another process writes it.
     """
-    if not 0 <= args.chunk_idx < args.num_chunks:
-        raise ValueError(f"--chunk-idx {args.chunk_idx}: expected 0 to {args.num_chunks - 1} (--num-chunks)")
     if args.temperature < 0 or (args.top_p is not None and not (0 < args.top_p <= 1 and args.temperature)):
         raise ValueError("--temperature: expected 0 or more; --top-p: above 0 to 1, and with --temperature above 0")
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
-    questions = QuestionRecords(args.data, args.image_folder, (args.chunk_idx, args.num_chunks))
+    questions = QuestionRecords(args.data, args.image_folder)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lock = args.output.with_name(f".{args.output.name}.lock")
     with locked(lock, f"--output {args.output}: another process writes it"):
@@ -88,14 +82,13 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     """Answers the questions that `--output` has no answers to yet."""
     import torch  # this and what follows take seconds
 
-    from llava.asking import batch_answers, chosen_assistant, is_captioner
+    from llava.asking import chosen_assistant, is_captioner
     from llava.model.decoding import evaluation_options, evaluation_record, unused
 
     output, settings = args.output, answer_settings(questions, args)
-    resumes = output.exists() and not args.overwrite
-    done = number_answered(output, settings) if resumes else 0
-    if resumes and done == len(questions):
-        print(f"{output}: finished before, {done} answers (--overwrite answers again)")
+    done = number_answered(output, settings) if output.exists() else 0
+    if questions and done == len(questions):
+        print(f"{output}: finished before, {done} answers")
         return
     assistant = chosen_assistant(args)
     orientation = getattr(assistant.model.config, "image_orientation", "stored")
@@ -111,27 +104,22 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
         print(f"note: {args.model_path} is a captioner (template plain): it writes captions and ignores the questions")
     if note := unused(args.model_path, assistant.model.file_decoding):
         print(f"note: {note}")
-    if args.overwrite:
-        output.unlink(missing_ok=True)
     options = evaluation_options(args.max_new_tokens, args.temperature, args.top_p, args.num_beams)
-    window = WINDOW * args.batch_size
     record = {"asked": settings, "count": len(questions)}
     write_json(record_file(output), record | evaluation_record(assistant.model.file_decoding, options))
     with open(output, "ab") as file, progress(len(questions), "answering", "questions", done=done) as bar:
-        for start in range(done, len(questions), window):
-            batch = [questions[index] for index in range(start, min(start + window, len(questions)))]
+        for start in range(done, len(questions), args.batch_size):
+            batch = [questions[index] for index in range(start, min(start + args.batch_size, len(questions)))]
+            pictures = [questions.images.open(place) for question in batch for place in question.asked.pictures]
             torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
-            answers: dict[int, str] = {}
-            prompts, pictures = [question.asked for question in batch], questions.images.open
-            for answered in batch_answers(assistant, prompts, pictures, args.batch_size, **options):
-                answers |= answered
-                bar.update(len(answered))
-            lines = [answer_line(question, answers[i], args.model_path) for i, question in enumerate(batch)]
+            answers = assistant.answer([question.asked.turns for question in batch], pictures, **options)
+            lines = [answer_line(*pair, args.model_path) for pair in zip(batch, answers, strict=True)]
             file.write("".join(lines).encode())
+            bar.update(len(batch))
             file.flush()
     if answer_settings(questions, args) != settings:
         record_file(output).unlink()  # whoever goes on with this file must not take it for either's
-        raise ValueError(f"--output {output}: checkpoint or pictures changed during the run; rerun with --overwrite")
+        raise ValueError(f"--output {output}: checkpoint or pictures changed during the run; remove the file and rerun")
     print(f"{output}: {len(questions)} answers")
 
 
@@ -188,7 +176,7 @@ def number_answered(output: Path, settings: dict[str, object]) -> int:
 
     Raises ValueError: the file has no record of its settings, or other ones.
     """
-    again = "name another file, or answer again with --overwrite"
+    again = "name another file, or remove this one"
     if (record := recorded(output)) is None:
         raise ValueError(f"--output {output}: no record of its settings, {record_file(output).name}; {again}")
     if changed := differences(record["asked"], settings):

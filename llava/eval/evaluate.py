@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from llava.eval.harness import LOG, EvaluationError, collect, local_data, run_harness, token_fault
-from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
+from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, TaskResult, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
 from llava.utils.locks import locked
 from llava.utils.paths import WORK, checkpoint_name
-from llava.utils.presentation import format_table
 from llava.utils.processes import last_lines
 from llava.utils.provenance import differences
 from llava.utils.versions import EVALUATION, git_commit, made_by
@@ -50,14 +49,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--mmlu-fewshot", type=whole(0), default=5, metavar="N", help=solved)
     top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device")
     top.add_argument("--num-gpus", type=whole(0), help="GPUs to spread the samples over; 0: CPU (default: all GPUs)")
-    top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     together = "run all tasks of a harness in one process: starts once, cannot resume"
     top.add_argument("--together", action="store_true", help=together)
     return top
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Runs the missing tasks and prints the scores; returns 1 if a task failed, which is printed as it fails, else 0.
+    """Runs the missing tasks; scores and failures are printed as they come. Returns 1 if a task failed, else 0.
 
     Raises ValueError: refused arguments, or another call writes to the same folder.
     """
@@ -76,12 +74,8 @@ def evaluate(args: argparse.Namespace) -> int:
     with locked(args.output_dir / ".lock", f"--output-dir {args.output_dir}: another evaluate.sh writes there"):
         results = start_results(args, settings)
         failed = run_missing(tasks, data, args, results)
-    rows = [
-        {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
-        for name, result in results.tasks.items()
-    ]
-    if rows:
-        print(f"\n{format_table(rows)}\nwritten: {args.output_dir / RESULTS_FILE}")
+    if results.tasks:
+        print(f"written: {args.output_dir / RESULTS_FILE}")
     if failed:
         print(f"error: {len(failed)} of {len(tasks)} tasks failed: {', '.join(failed)} (above)", file=sys.stderr)
     return int(bool(failed))
@@ -96,7 +90,7 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
     for task in tasks:
         before = results.tasks.get(task.name)
         if before and before.data == data[task.name][1]:
-            print(f"{task.name}: finished before, {before.score:.2f}")
+            print(f"{task.name}: finished before, {summary(before)}")
             continue
         missing.append(task)
         if before:
@@ -112,8 +106,7 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
         groups.setdefault(key, []).append(task)
     failed = []
     for group in groups.values():
-        contents = {data[task.name][1] for task in group}
-        folder, status, seconds = run_harness(group, data[group[0].name][0], contents, args, results.settings)
+        folder, status, seconds = run_harness(group, data[group[0].name][0], args, results.settings)
         for task in group:
             try:
                 if status:
@@ -121,7 +114,7 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
                     raise EvaluationError(task.name, ended, *last_lines(folder / LOG, 15))
                 if local_data(task, args.data_dir) != data[task.name]:
                     raise EvaluationError(task.name, "its data changed while it was evaluated; rerun the same command")
-                result = collect(task, folder, seconds / len(group), data[task.name][1], args.allow_empty)
+                result = collect(task, folder, seconds / len(group), data[task.name][1])
             except EvaluationError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 failed.append(task.name)
@@ -129,8 +122,15 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
             results.tasks[task.name] = result
             results.created = now()
             write_results(results, args.output_dir)
-            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
+            print(f"{task.name}: {summary(result)}", flush=True)
     return failed
+
+
+def summary(result: TaskResult) -> str:
+    """A task's score with what one needs to read it."""
+    chance = "" if result.chance is None else f"chance {result.chance:.2f} %, "
+    empty = sum(not sample.answer for sample in result.samples)  # counted as wrong
+    return f"{result.score:.2f} % ({chance}{result.metric}, {len(result.samples)} samples, {empty} without an answer)"
 
 
 def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:

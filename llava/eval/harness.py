@@ -3,11 +3,10 @@
 `python -m llava.eval.harness lmms_eval|lm_eval ARGUMENTS` starts a stock harness that knows our model types.
 lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
 `<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
-wrong: a failure may be an empty answer, a missing sample, or a missing file.
+wrong: a failure may be a missing sample or a missing file.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -23,11 +22,10 @@ from typing import Any
 from huggingface_hub import constants, get_token
 
 from llava.eval.results import TaskResult
-from llava.eval.tasks import OWN_DATA, OWN_TASKS, Record, Task, answer_of, doc_id
+from llava.eval.tasks import OWN_DATA, OWN_TASKS, Record, Task, doc_id
 from llava.utils.digests import fingerprint
 from llava.utils.paths import CODE
-from llava.utils.processes import last_lines, start, wait
-from llava.utils.progress import EVERY
+from llava.utils.processes import start, wait
 
 LOG = "log.txt"
 SHOWN_PROBLEMS = 20
@@ -70,35 +68,34 @@ def token_fault(tasks: Sequence[Task]) -> str:
 
 
 def run_harness(
-    tasks: list[Task], place: Path | None, contents: set[str | None], args: argparse.Namespace, settings: dict[str, Any]
+    tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[Path, int, float]:
     """Runs one harness process; returns the folder of its files and `LOG`, its exit status, its seconds.
 
+    `place` is the folder of local data sets. The datasets library names what it caches by the data set's name, and so
+    would return another folder's data, or older ones: a process with local data has its own cache.
+
     Raises ValueError: the folder holds something else.
     """
-    title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
     log = folder / LOG
     if folder.exists() and not log.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and has no {LOG} of an earlier evaluation; give another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    print(f"{title}: running, log in {log}", flush=True)
+    print(f"{', '.join(task.name for task in tasks)}: running, log in {log}", flush=True)
     begun = time.monotonic()
-    command, env = harness_command(tasks, folder, args, settings), environment(contents, args.num_gpus)
-    status = run_logged(command, log, cwd=place or folder, env=env, title=title)
+    cache = folder / "cache"
+    command, env = harness_command(tasks, folder, args, settings), environment(place and cache, args.num_gpus)
+    status = run_logged(command, log, cwd=place or folder, env=env)
+    shutil.rmtree(cache, ignore_errors=True)
     return folder, status, time.monotonic() - begun
 
 
-def run_logged(command: list[str], log: Path, cwd: Path, env: Mapping[str, str], title: str) -> int:
-    """Runs `command` with its output in `log`, whose last line is printed now and then; returns the exit status."""
+def run_logged(command: list[str], log: Path, cwd: Path, env: Mapping[str, str]) -> int:
+    """Runs `command` with its output in `log`; returns the exit status."""
     with log.open("w", encoding="utf-8") as output:
-        process = start(command, env, output, cwd=cwd)
-
-    def show() -> None:
-        print(f"  {title}: {last_lines(log, 1)[0]}", file=sys.stderr, flush=True)
-
-    return wait(process, show, EVERY, group=True)  # accelerate passes no signals on
+        return wait(start(command, env, output, cwd=cwd), group=True)  # accelerate passes no signals on
 
 
 def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
@@ -127,33 +124,26 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     return command + (["--limit", str(args.limit)] if args.limit else [])
 
 
-def environment(contents: set[str | None], num_gpus: int) -> dict[str, str]:
-    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub and an own cache with local data.
-
-    The datasets library names its cache by the data set's name, and so would return another folder's data, or older
-    ones; here `contents`, the texts of `local_data`, name it.
-    """
+def environment(cache: Path | None, num_gpus: int) -> dict[str, str]:
+    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub and this `cache` with local data."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-    if known := sorted(filter(None, contents)):
-        cache = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
-        name = f"llava-{hashlib.sha256('-'.join(known).encode()).hexdigest()[:16]}"
-        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(Path(cache, name).absolute())}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(cache)} if cache else {}
     return env if num_gpus else env | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 # --- what it left ----------------------------------------------------------------------------------------------------
 
 
-def collect(task: Task, folder: Path, seconds: float, data: str | None = None, allow_empty: bool = False) -> TaskResult:
+def collect(task: Task, folder: Path, seconds: float, data: str | None = None) -> TaskResult:
     """The result of `task` from a harness's output `folder`.
 
-    Raises EvaluationError: no results, missing or doubled samples, empty answers (unless allowed), or a score that the
-    samples do not give.
+    Raises EvaluationError: no results, missing or doubled samples, likelihoods that are not numbers, or a score that
+    the samples do not give.
     """
     value, counts = read_score(task, folder)
     records = read_records(task, folder, counts)
-    if problems := [text for record in records if (text := record_problem(task, record, allow_empty))]:
-        raise EvaluationError(task.name, *problems)
+    if task.harness == "lm_eval" and (lost := [doc_id(record) for record in records if not has_likelihoods(record)]):
+        raise EvaluationError(task.name, *(f"doc {name}: its likelihoods are not numbers" for name in lost))
     samples = task.samples(records)
     score = task.score(samples)
     if not math.isclose(task.percent(value, samples), score, abs_tol=1e-3):
@@ -203,14 +193,9 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     return records
 
 
-def record_problem(task: Task, record: Record, allow_empty: bool) -> str:
-    """A line for a sample with an empty answer, or with a likelihood that is not a number; else nothing."""
-    if task.harness == "lmms_eval":
-        fault = "" if answer_of(record) or allow_empty else "empty answer (--allow-empty counts it as wrong)"
-    else:
-        values = [response[0] for response in record["filtered_resps"]]
-        fault = "" if all(math.isfinite(float(value)) for value in values) else f"likelihoods {values}"
-    return f"doc {doc_id(record)}: {fault}" if fault else ""
+def has_likelihoods(record: Record) -> bool:
+    """Whether all likelihoods of an lm-eval record are numbers."""
+    return all(math.isfinite(float(response[0])) for response in record["filtered_resps"])
 
 
 if __name__ == "__main__":

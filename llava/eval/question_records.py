@@ -43,7 +43,6 @@ class QuestionRecords(Sequence[Question]):
     Args:
         data: see `llava.data.records.load_records`.
         image_folder: pictures are looked up below it; a folder or zip file.
-        part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
     Attributes:
         images: opens the pictures as they are stored; `store(orientation=...)` makes one that turns them.
@@ -51,41 +50,38 @@ class QuestionRecords(Sequence[Question]):
     Raises DataError, OSError: nothing readable there.
     """
 
-    def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
+    def __init__(self, data: str, image_folder: str | None):
         with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
         self.store = partial(ImageStore, image_folder, others=self.records.image_folders, setting="--image-folder")
         self.images = self.store()
-        size = -(-len(self.records) // part[1])
-        self.places = range(len(self.records))[part[0] * size : (part[0] + 1) * size]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.records)
 
     # pyrefly: ignore[bad-override]  # one question, never a slice
     def __getitem__(self, index: int) -> Question:
-        place = self.places[index]
-        problem = self.records.problem(place)
+        problem = self.records.problem(index)
         if problem is None:
-            return as_question(self.records[place], place)
-        line = json.loads(self.records.text(place)) if problem.kind == "schema" else None
+            return as_question(self.records[index], index)
+        line = json.loads(self.records.text(index)) if problem.kind == "schema" else None
         if type(line) is not dict or not set(TURN_KEYS).isdisjoint(line):
             raise ValueError(problem.message)
         if not isinstance(line.get("text"), str):
             raise ValueError(f"{problem.message}; a line of a question file has its words under 'text'")
-        line = self.records[place]
+        line = self.records[index]
         text, pictures = line["text"], record_images(line)
         if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):  # they come first
             text = _SHOWN * len(pictures) + text
         record = line | {"conversations": [{"from": "human", "value": text}]}
         if problem := record_problem(record):
             raise ValueError(problem.message)
-        question = as_question(record, place)
+        question = as_question(record, index)
         return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
 
     def named(self, index: int) -> str:
         """The name of a question in messages."""
-        return self.records.named(self.places[index])
+        return self.records.named(index)
 
     def pictures_content(self) -> str:
         """A digest of the questions' pictures, wherever their folder is."""

@@ -27,7 +27,7 @@ class Answered:
     id: str  # the same for every checkpoint, so that runs can be paired; unique in the task
     score: float  # 0 (wrong) to 1 (right)
     answer: str  # the model's; for tasks scored by likelihood, the likeliest choice
-    target: str  # the expected answer
+    target: str  # the expected answer; empty where the harness does not record it
     group: str | None = None  # the kind of question, such as a subject, where the task has kinds
     log_probability: float | None = None  # of the target, in nats (`Assistant.log_probabilities`), where computed
 

@@ -2,7 +2,7 @@
 
 Reads what `python -m llava.eval.answer` writes: a line for each question with `question_id`, `text` (the answer) and
 the expected answer, `expected`, under `metadata` or beside it. A question's `kind` says how it is scored
-(`llava.utils.scoring`); without one it is scored as `exact`. `--metric` scores all in one way.
+(`llava.utils.scoring`); without one it is scored as `exact`.
 """
 
 import argparse
@@ -31,15 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     top = Parser(prog="python -m llava.eval.score", description=__doc__.splitlines()[0])
     top.add_argument("answers", type=Path, help="file of answers, as python -m llava.eval.answer writes it")
-    metric = f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)"
-    top.add_argument("--metric", choices=KINDS, help=metric)
     args = top.parse_args(argv)
     return exit_status(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the scores. Raises ValueError, OSError: not a file of answers; the message names the record."""
-    rows = score_rows(read_scored(args.answers, args.metric), args.metric)
+    rows = score_rows(read_scored(args.answers))
     print(f"{args.answers}\n{format_table(rows)}")
     if any(row["unread"] for row in rows):
         print("\nunread: answers that hold no yes or no, letter or number, or several of them; they count as wrong")
@@ -48,11 +46,8 @@ def run(args: argparse.Namespace) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_scored(file: Path, metric: str | None = None) -> list[Answered]:
+def read_scored(file: Path) -> list[Answered]:
     """Every answer of a file, scored; the group is the question's kind.
-
-    Args:
-        metric: of every answer, whatever its question's kind.
 
     Raises ValueError, OSError: no such file, an incomplete one, or a record that cannot be scored; the message names
     it.
@@ -60,7 +55,7 @@ def read_scored(file: Path, metric: str | None = None) -> list[Answered]:
     answers: dict[str, Answered] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):  # text has more ends of lines than JSON escapes
         try:
-            answer = scored_line(json.loads(line), metric)
+            answer = scored_line(json.loads(line))
             if answer.id in answers:
                 raise ValueError(f"question {answer.id} is answered twice; expected each id once")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -73,28 +68,28 @@ def read_scored(file: Path, metric: str | None = None) -> list[Answered]:
     return list(answers.values())
 
 
-def scored_line(line: Mapping, metric: str | None) -> Answered:
+def scored_line(line: Mapping) -> Answered:
     """One line of an answer file; raises ValueError, KeyError, TypeError or AttributeError if it cannot be scored."""
     known = {**line, **(line.get("metadata") or {})}
     identifier = json.dumps(line["question_id"], ensure_ascii=False)
-    answer, kind = line["text"], known.get("kind")
+    answer = line["text"]
     expected: Any = known.get("expected")
-    used = metric_of(f"question {identifier}", expected, kind, metric)
+    kind = kind_of(f"question {identifier}", expected, known.get("kind"))
     if not isinstance(answer, str):
         raise ValueError(f"question {identifier}: expected the answer as text, found {answer!r}")
-    return Answered(identifier, float(is_right(used, answer, expected)), answer, expected, str(kind or used))
+    return Answered(identifier, float(is_right(kind, answer, expected)), answer, expected, kind)
 
 
-def metric_of(name: str, expected: Any, kind: Any, metric: str | None = None) -> str:
+def kind_of(name: str, expected: Any, kind: Any) -> str:
     """How a question, called `name`, is scored; raises ValueError unless its expected answer can be scored so."""
-    used = metric or kind or DEFAULT_KIND
-    if used not in KINDS:
-        raise ValueError(f"{name}: kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
+    kind = kind or DEFAULT_KIND
+    if kind not in KINDS:
+        raise ValueError(f"{name}: kind {kind!r} is not one of {', '.join(KINDS)}")
     if not isinstance(expected, str):
         raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
-    if not can_expect(used, expected):
-        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {used}")
-    return used
+    if not can_expect(kind, expected):
+        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {kind}")
+    return kind
 
 
 def check_questions(data: str, image_folder: Path | None) -> None:
@@ -106,7 +101,7 @@ def check_questions(data: str, image_folder: Path | None) -> None:
 
     def has_score(index: int, question: "Question", sizes: object) -> None:
         identifier = json.dumps(question.identifier, ensure_ascii=False)
-        metric_of(f"question {identifier}", question.expected, question.kind)
+        kind_of(f"question {identifier}", question.expected, question.kind)
         if (first := places.setdefault(identifier, index)) != index:
             raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
 
@@ -123,17 +118,17 @@ def groups(answers: Sequence[Answered]) -> dict[str, list[int]]:
     return places if len(kinds) == 1 else places | {"all": list(range(len(answers)))}
 
 
-def score_rows(answers: Sequence[Answered], metric: str | None = None) -> Rows:
-    """Right answers of every kind in percent, with Wilson's 95 % interval; `metric` is that of `read_scored`."""
+def score_rows(answers: Sequence[Answered]) -> Rows:
+    """Right answers of every kind in percent, with Wilson's 95 % interval."""
     rows: Rows = []
     for kind, places in groups(answers).items():
         chosen = [answers[place] for place in places]
-        used = [metric or str(answer.group) for answer in chosen]
-        read = [name not in READERS or READERS[name](answer.answer) for name, answer in zip(used, chosen, strict=True)]
+        readers = [READERS.get(str(answer.group), str) for answer in chosen]
+        unread = sum(reader(answer.answer) is None for reader, answer in zip(readers, chosen, strict=True))
         right = sum(answer.score == 1 for answer in chosen)
         low, high = (round(100 * end, 1) for end in share_interval(right, len(chosen)))
-        row = {"kind": kind, "metric": "+".join(dict.fromkeys(used)), "questions": len(chosen), "right": right}
-        row |= {"percent": f"{mean(chosen):.1f}", "95 % interval": f"{low} to {high}", "unread": read.count(None)}
+        row = {"kind": kind, "questions": len(chosen), "right": right, "percent": f"{mean(chosen):.1f}"}
+        row |= {"95 % interval": f"{low} to {high}", "unread": unread}
         rows.append(row)
     return rows
 

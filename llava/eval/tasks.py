@@ -1,7 +1,7 @@
 """The benchmarks: which harness runs each, and how its per-sample records and score become ours."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llava.eval.results import Answered
@@ -32,11 +32,9 @@ def doc_id(record: Record) -> str:
 
 
 def sample_of(record: Record, verdict: Record, kind: str) -> Answered:
-    """The sample of lmms-eval's verdict on a question; of several people's answers the commonest is the target."""
-    answers = record.get("doc", {}).get("answers") or [record["target"]]
-    target = str(max(answers, key=answers.count))
+    """The sample of lmms-eval's verdict on a question."""
     identifier = verdict.get("id", doc_id(record))
-    return Answered(identifier, float(verdict["score"]), answer_of(record), target, verdict.get(kind))
+    return Answered(identifier, float(verdict["score"]), answer_of(record), str(record["target"]), verdict.get(kind))
 
 
 def plain(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
@@ -44,6 +42,11 @@ def plain(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answere
     for record in records:
         verdict = record[metric]
         yield sample_of(record, verdict if isinstance(verdict, Mapping) else {"score": verdict}, kind)
+
+
+def by_people(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
+    """Reads records of questions that several people answered, which lmms-eval scores by and does not record."""
+    return (replace(sample, target="") for sample in plain(records, metric, kind))
 
 
 def likelihood(records: Sequence[Record], metric: str, kind: str) -> Iterator[Answered]:
@@ -175,8 +178,8 @@ _TASKS = (
     Task("scienceqa_img", "lmms-lab-encoder/ScienceQA"),
     Task("mme", "lmms-lab-encoder/MME", "mme_perception_score,none", **_MME),
     Task("gqa", "lmms-lab-encoder/GQA"),
-    Task("textvqa_val", "lmms-lab-encoder/textvqa"),
-    Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA"),
+    Task("textvqa_val", "lmms-lab-encoder/textvqa", read=by_people),
+    Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA", read=by_people),
     Task("seedbench", "lmms-lab-encoder/SEED-Bench", "seed_all,none", **_SEED),
     *(Task(name, f"heldout/{name}", **_OWN) for name in ("scenes", "stamps", "probes")),
 )

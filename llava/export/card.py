@@ -20,7 +20,6 @@ from llava.utils.files import write_text
 from llava.utils.intervals import share_interval
 from llava.utils.provenance import RUN_FILE, read_starts
 
-CARD_FILE = "README.md"
 SETTINGS = (
     "mm_tunable_parts", "learning_rate", "mm_projector_lr", "mm_vision_tower_lr", "lr_scheduler_type", "warmup_ratio",
     "num_train_epochs", "max_grad_norm", "bf16", "lora_enable", "image_aspect_ratio", "label_masking", "seed",
@@ -34,13 +33,10 @@ _TOLERANCE = 0.05  # points by which a score may differ from the mean of its que
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--model-path", type=Path, required=True, help="folder of the model, as trained or as exported")
-    parser.add_argument("--output", type=Path, help="file to write (default: README.md in the model's folder)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--run-dir", type=Path, help="folder with run.json and log (default: the model's)")
     parser.add_argument("--results", type=Path, help="results.json or its folder (default: that of --run-dir)")
     parser.add_argument("--repo", help="OWNER/NAME that it will have on the hub, for the lines on how to load it")
     parser.add_argument("--license", help="a licence's id on the hub, such as apache-2.0")
-    parser.add_argument("--language", action="append", help="code such as en; may be given several times")
     parser.add_argument("--base-model", action="append", help="hub id; may be given several times")
     parser.add_argument("--dataset", action="append", help="hub id; may be given several times")
 
@@ -49,11 +45,11 @@ def run(args: argparse.Namespace) -> None:
     """Writes the card.
 
     Raises:
-        ValueError: there is no model, a named record is missing, or the file exists and `--overwrite` is not given.
+        ValueError: there is no model, a named record is missing, or the folder has a card.
     """
-    path = args.output or args.model_path / CARD_FILE
-    if path.exists() and not args.overwrite:
-        raise ValueError(f"{path}: already there; pass --overwrite to replace it, or another --output")
+    path = args.model_path / "README.md"
+    if path.exists():
+        raise ValueError(f"{path}: already there; remove it, or move it away")
     write_text(path, card_text(args), synced=True)
     print(f"{path}: written")
 
@@ -73,7 +69,6 @@ def card_text(args: argparse.Namespace) -> str:
     scores = [EvalResult("image-text-to-text", task, task, own.metric, own.score) for task, own in tasks.items()]
     metadata = ModelCardData(
         license=args.license,
-        language=args.language,
         base_model=args.base_model,
         base_model_relation="adapter" if args.base_model and part != "whole" else None,
         datasets=args.dataset,

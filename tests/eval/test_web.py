@@ -4,7 +4,6 @@ Needs Gradio (`llava[web]`), Playwright (`pip install playwright`; it drives the
 SCREENSHOTS=FOLDER keeps pictures of the page.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -12,14 +11,13 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from data_files import POPE_SUFFIX, QUESTIONS, encoded, noise
+from local_server import QuietHandler, listening
 from paths import ROOT
 
 from llava.serve.page import REFUSAL
@@ -27,14 +25,14 @@ from llava.serve.page import REFUSAL
 pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
 pytest.importorskip("playwright", reason="needs Playwright: pip install playwright")
 
-# The command with a second arm that answers a question with "slowly" when told to: when the file argv[1] is there.
+# The command with a second arm that answers a question with "slowly" until it is stopped.
 SLOW = """
-import pathlib, sys, time
+import sys, time
 from llava.serve import page, web
-gate, answers = pathlib.Path(sys.argv.pop(1)), page.growing_answer
+answers = page.growing_answer
 def growing_answer(assistant, turns, picture, stop, args):
     if "gwc" in assistant.name and "slowly" in turns[-1]["value"]:
-        while not gate.exists() and not stop.is_set():
+        while not stop.is_set():
             yield "Ye"
             time.sleep(0.1)
     yield from answers(assistant, turns, picture, stop, args)
@@ -49,20 +47,13 @@ MAPS_ARE_THERE = """() => [...document.querySelectorAll('img[alt^=Where]')]
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    """The file that lets the second arm go on."""
-    return tmp_path_factory.mktemp("gate") / "open"
-
-
-@contextlib.contextmanager
-def served(folder, gate, *checkpoints):
-    """Where the page of these checkpoints is served."""
+def address(trained, tmp_path_factory):
+    """Where the page of two arms is served."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", SLOW, str(gate), "--port", str(port)]
-    command += [word for checkpoint in checkpoints for word in ("--model-path", str(checkpoint))]
-    log = folder / "log.txt"
+        command = [sys.executable, "-c", SLOW, "--port", str(free.getsockname()[1])]
+    command += [word for norm in ("none", "gwc_layernorm") for word in ("--model-path", str(trained(norm)))]
+    log = tmp_path_factory.mktemp("web") / "log.txt"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, cwd=ROOT)
@@ -73,13 +64,6 @@ def served(folder, gate, *checkpoints):
     assert server.wait(30) == 0
     errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", log.read_text(), re.MULTILINE)
     assert all("InvalidPathError" in error for error in errors)  # Gradio prints its refusals
-
-
-@pytest.fixture(scope="module")
-def address(trained, gate, tmp_path_factory):
-    """Where the page of two arms is served."""
-    with served(tmp_path_factory.mktemp("web"), gate, trained("none"), trained("gwc_layernorm")) as place:
-        yield place
 
 
 @pytest.fixture
@@ -145,77 +129,49 @@ def wait_for_message(page, text: str) -> None:
 
 
 @pytest.mark.parametrize("where", WIDTHS)
-def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, trained, where):
+def test_both_arms_answer_and_a_conversation_goes_on_until_the_picture_changes(visit, tiny, where):
     page = visit(WIDTHS[where])
     ask_and_wait(page, tiny / "data/images/red.png")
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
     keep_screenshot(page, f"{where}-answered")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
-
-
-def test_a_conversation_goes_on_until_it_is_cleared_or_the_picture_changes(visit, tiny, trained):
-    page = visit(WIDTHS["desk"])
-    ask_and_wait(page, tiny / "data/images/blue.png")
     ask(page, "Sure?")
     page.wait_for_function("document.querySelectorAll('.message.bot').length == 4", timeout=PATIENCE)
     page.get_by_role("button", name="Remove Image").click()
-    ask_and_wait(page, tiny / "data/images/red.png")
+    ask_and_wait(page, tiny / "data/images/blue.png")
     page.wait_for_function("document.querySelectorAll('.message.bot').length == 2", timeout=PATIENCE)
-    page.get_by_role("button", name="Clear").first.click()
-    page.wait_for_function("document.querySelectorAll('.message, img[alt^=Where]').length == 0", timeout=PATIENCE)
 
 
-@pytest.fixture
-def waiting(visit, tiny, gate):
-    """A page with one answer of both arms, on which the second arm has not ended its next one, and what it showed."""
-    gate.unlink(missing_ok=True)
+def shows_messages(page, number: int) -> None:
+    page.wait_for_function(f"document.querySelectorAll('.message').length == {number}", timeout=PATIENCE)
+
+
+def test_stop_at_any_moment_drops_the_question_for_both_and_clear_forgets_all(visit, tiny):
     page = visit(WIDTHS["desk"])
     ask_and_wait(page, tiny / "data/images/red.png")
     before = on_the_page(page)
     assert [len(said) for said in before] == [len(before[0]), len(before[0]), 2]
+    for milliseconds in (50, 150, 400, 1000):
+        ask(page, "slowly?")
+        page.wait_for_timeout(milliseconds)
+        page.get_by_role("button", name="Stop").click()
+        wait_for_message(page, STOPPED)
+        shows_messages(page, 2 * len(before[0]))
+        assert on_the_page(page) == before and page.locator(".error").count() == 0, milliseconds
+        page.get_by_test_id("toast-close").first.click()
+        page.get_by_test_id("toast-text").wait_for(state="detached", timeout=PATIENCE)
     ask(page, "slowly?")
     page.get_by_text("Ye", exact=True).wait_for(timeout=PATIENCE)
-    yield page, before
-    gate.touch()
-
-
-def test_stop_while_the_second_arm_answers_drops_the_question_for_both(waiting, gate):
-    page, before = waiting
-    page.get_by_role("button", name="Stop").click()
-    wait_for_message(page, STOPPED)
-    page.wait_for_function(f"document.querySelectorAll('.message').length == {2 * len(before[0])}", timeout=PATIENCE)
-    assert on_the_page(page) == before and page.locator(".error").count() == 0
-    ask(page, "Sure?")
-    page.wait_for_function("document.querySelectorAll('.message.bot').length == 4", timeout=PATIENCE)
-    first, second, _ = on_the_page(page)
-    assert [text for text in first if "?" in text] == [text for text in second if "?" in text]
-    assert "slowly?" not in "".join(first + second) and "Sure?" in first
-
-
-def test_clearing_while_an_arm_answers_leaves_nothing_of_the_conversation(waiting):
-    page, _ = waiting
     page.get_by_role("button", name="Clear").first.click()
     page.wait_for_function("document.querySelectorAll('.message, img[alt^=Where]').length == 0", timeout=PATIENCE)
     ask(page, "Sure?")
     page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
-    assert "slowly?" not in "".join(sum(on_the_page(page)[:2], []))
+    first, second, _ = on_the_page(page)
+    assert {text for text in (*first, *second) if "?" in text} == {"Sure?"}
 
 
-@pytest.mark.parametrize(
-    ("question", "sentence"), [("", "Please type a question."), ("why? " * 200, "more than the 512 of")]
-)
-def test_a_refused_question_keeps_answers_and_maps(visit, tiny, question, sentence):
-    page = visit(WIDTHS["desk"])
-    ask_and_wait(page, tiny / "data/images/red.png")
-    before = on_the_page(page)
-    ask(page, question)
-    wait_for_message(page, sentence)
-    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
-    assert on_the_page(page) == before
-
-
-def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path):
+def test_what_is_not_a_picture_or_no_question_is_refused_in_a_sentence(visit, tiny, tmp_path):
     page = visit(WIDTHS["phone"])
     ask(page, "Why?")
     wait_for_message(page, "Please choose a picture first.")
@@ -225,17 +181,12 @@ def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path):
     ask(page, "Why?")
     wait_for_message(page, "note.png: not a picture in a format that Pillow reads")
     page.get_by_role("button", name="Remove Image").click()
-    (tmp_path / "large.png").write_bytes(bytes(11_000_000))
-    choose(page, tmp_path / "large.png")
-    page.get_by_text("exceed the maximum allowed size").first.wait_for(timeout=PATIENCE)
-    page.logged.clear()  # Gradio logs what it shows
-
-
-def test_files_of_the_machine_are_not_served(address):
-    for path in ("gradio_api/file=/etc/passwd", f"gradio_api/file={ROOT}/README.md", "file=/etc/passwd"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{address}{path}", timeout=30)
-        assert refused.value.code in (403, 404)
+    ask_and_wait(page, tiny / "data/images/red.png")
+    before = on_the_page(page)
+    ask(page, "why? " * 200)
+    wait_for_message(page, "more than the 512 of")
+    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
+    assert on_the_page(page) == before
 
 
 # --- what is sent past the page ---------------------------------------------------------------------------------------
@@ -244,22 +195,17 @@ def test_files_of_the_machine_are_not_served(address):
 @pytest.fixture
 def inner():
     """The address of a server that only this machine reaches, and the requests that it got."""
-    requests = []
+    requests, picture = [], encoded(noise(size=(8, 8)))
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self):
             requests.append(self.path)
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(encoded(noise(size=(8, 8))))
+            self.wfile.write(picture)
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", requests
-        server.shutdown()
+    with listening(Handler) as place:
+        yield place, requests
 
 
 def post(url: str, content: object) -> tuple[int, str]:
@@ -354,17 +300,17 @@ def test_no_direct_call_opens_or_fetches_what_was_not_uploaded(address, inner, w
     assert "assistant" not in text and requests == []
 
 
-@pytest.mark.parametrize("way", ["file=", "file/", "proxy="])
-def test_the_page_passes_no_address_on(address, inner, way):
+def test_the_page_passes_no_address_and_no_file_of_the_machine_on(address, inner):
     server, requests = inner
-    for url in (f"{server}/a.png", *PUBLIC):
+    places = [f"{way}{url}" for way in ("file=", "file/", "proxy=") for url in (f"{server}/a.png", *PUBLIC)]
+    for place in [*places, "file=/etc/passwd", f"file={ROOT}/README.md"]:
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{address}gradio_api/{way}{url}", timeout=5)
+            urllib.request.urlopen(f"{address}gradio_api/{place}", timeout=5)
         assert refused.value.code in (400, 403, 404)
     assert requests == []
 
 
-def test_what_was_uploaded_is_opened(address, tiny, trained):
+def test_what_was_uploaded_is_opened(address, tiny):
     path = upload(address, (tiny / "data/images/red.png").read_bytes())
     ask = next(event for event, _, kinds in events(address) if "image" in kinds and "textbox" in kinds)
     stream = joined(address, ask, [{"path": path}, QUESTIONS[0] + POPE_SUFFIX, None], "uploaded")

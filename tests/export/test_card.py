@@ -26,14 +26,14 @@ def stages(tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def write_card(stages, tmp_path):
+def write_card(stages):
     """A function from flags to the card's text."""
 
-    def write(*arguments, folder=None):
-        path = tmp_path / "README.md"
-        command = ["card", "--model-path", folder or stages / "finetune", "--output", path, "--overwrite", *arguments]
+    def write(*arguments, folder=stages / "finetune"):
+        (folder / "README.md").unlink(missing_ok=True)
+        command = ["card", "--model-path", folder, *arguments]
         assert main([str(word) for word in command]) == 0
-        return path.read_text()
+        return (folder / "README.md").read_text()
 
     return write
 
@@ -44,12 +44,14 @@ def results(score, scores):
     return Results("/home/me/secret/ckpt", "0", "evaluate", {}, {}, "2026-11-22", {"scenes": task})
 
 
-def test_the_hub_can_read_the_metadata_and_nothing_in_it_is_invented(write_card):
+def test_the_hub_can_read_the_metadata_and_nothing_in_it_is_invented(write_card, stages, capsys):
     bare = ModelCard(write_card()).data.to_dict()
     assert bare == {"pipeline_tag": "image-text-to-text", "tags": ["llava", "vision-language", "gwc_layernorm"]}
-    flags = ("--license", "apache-2.0", "--language", "en", "--base-model", "a/llm", "--base-model", "b/tower")
-    full = ModelCard(write_card(*flags, "--dataset", "c/pictures")).data.to_dict()
-    assert full["license"] == "apache-2.0" and full["language"] == ["en"] and full["datasets"] == ["c/pictures"]
+    assert main(["card", "--model-path", str(stages / "finetune")]) == 2
+    assert "README.md: already there" in capsys.readouterr().err
+    flags = ("--license", "apache-2.0", "--base-model", "a/llm", "--base-model", "b/tower", "--dataset", "c/pictures")
+    full = ModelCard(write_card(*flags)).data.to_dict()
+    assert full["license"] == "apache-2.0" and full["datasets"] == ["c/pictures"]
     assert full["base_model"] == ["a/llm", "b/tower"]
 
 
@@ -85,26 +87,22 @@ def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_ca
     assert "| 40.00 | not a mean over questions | 25.0 | 4 |" in write_card("--results", tmp_path)
 
 
-def test_transformers_loads_an_exported_folder_with_trust_for_its_code(tmp_path, write_card):
+@pytest.mark.parametrize("part", ["stock", "own code", "lora", "projector"])
+def test_a_model_is_loaded_with_its_code_or_on_its_base(tmp_path, write_card, part):
     config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"image_size": 64}}
-    for remote in ({}, {"auto_map": {"AutoConfig": "m.C"}}):
-        (tmp_path / "config.json").write_text(json.dumps(config | remote))
-        text = write_card("--repo", "me/model", folder=tmp_path)
-        assert ModelCard(text).data.library_name == "transformers"
-        assert 'pipeline("image-text-to-text", model="me/model"' in text and "vllm serve me/model" in text
-        assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == bool(remote)
-
-
-@pytest.mark.parametrize("base", [None, "owner/llm"])
-@pytest.mark.parametrize("part", ["lora", "projector"])
-def test_a_partial_model_loads_on_its_base_and_is_tagged_as_an_adapter(tmp_path, write_card, part, base):
-    (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')
-    (tmp_path / {"lora": "adapter_config.json", "projector": "mm_projector.bin"}[part]).touch()
-    text = write_card("--repo", "me/part", *(("--base-model", base) if base else ()), folder=tmp_path)
-    assert f'load_pretrained_model("me/part", "{base or "BASE"}", "llava")' in text
-    merge = f"merge_lora --model-path me/part --model-base {base or 'BASE'} --save-model-path part-merged\n"
-    export = "python -m llava.export hf --model-path part-merged --output-dir part-hf"
-    assert (merge in text) == (export in text) == (part == "lora")
+    config |= {"auto_map": {"AutoConfig": "m.C"}} if part == "own code" else {}
+    if file := {"lora": "adapter_config.json", "projector": "mm_projector.bin"}.get(part):
+        config = {"model_type": "llava_llama"}
+        (tmp_path / file).touch()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = write_card("--repo", "me/part", "--base-model", "owner/llm", folder=tmp_path)
     data = ModelCard(text).data.to_dict()
-    assert data["tags"][-2:] == ["adapter", part]
-    assert data.get("base_model_relation") == ("adapter" if base else None)
+    if not file:
+        assert data["library_name"] == "transformers" and "adapter" not in data["tags"]
+        assert 'pipeline("image-text-to-text", model="me/part"' in text and "vllm serve me/part" in text
+        assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == (part == "own code")
+        return
+    assert data["tags"][-2:] == ["adapter", part] and data["base_model_relation"] == "adapter"
+    assert 'load_pretrained_model("me/part", "owner/llm", "llava")' in text
+    merge = "merge_lora --model-path me/part --model-base owner/llm --save-model-path part-merged\n"
+    assert (merge in text) == ("python -m llava.export hf --model-path part-merged" in text) == (part == "lora")

@@ -43,20 +43,17 @@ def test_a_tied_head_is_filled_by_either_name(ovis, tmp_path):
     assert torch.equal(llm.lm_head.weight, weights["llm.model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: weights.pop("vte.weight"), "its files lack 1 weights, such as vte.weight"),
-        (lambda weights: weights.update({"vte.weight": torch.zeros(41, 32)}), r"vte.weight has the shape \(41, 32\)"),
-    ],
-)
-def test_weights_that_do_not_fit_the_code_are_refused(ovis, change, message, tmp_path):
+def test_weights_that_do_not_fit_the_code_are_refused(ovis, tmp_path):
     folder = shutil.copytree(ovis[0], tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load_remote(str(folder), AutoModelForCausalLM, "cpu", "auto")
+    for tensor, message in (
+        (torch.zeros(41, 32), r"vte.weight has the shape \(41, 32\)"),
+        (None, "lack 1 .*vte.weight"),
+    ):
+        changed = {name: t for name, t in (weights | {"vte.weight": tensor}).items() if t is not None}
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_remote(str(folder), AutoModelForCausalLM, "cpu", "auto")
 
 
 def test_code_does_not_run_unless_it_is_trusted(ovis):

@@ -1,7 +1,7 @@
 """The benchmarks in small: Parquet files in the real schemas, and the prompts that the stock tasks make of them.
 
-Every picture has one colour. A checkpoint that says A to warm colours and B to cold ones (Yes and No to POPE, nothing
-at all to black) has a known score on each.
+Every picture has one colour. A checkpoint that says A to warm colours and B to cold ones (Yes and No where POPE's
+prompt asks, nothing at all to black) has a known score on each.
 """
 
 from pathlib import Path
@@ -14,11 +14,14 @@ OPTIONS = "\nA. warm\nB. cold"
 PICTURES = COLOURS | {"black": (0, 0, 0)}
 PLAN = [("red", "A"), ("green", "A"), ("blue", "B"), ("yellow", "B"), ("yellow", "A"), ("green", "B"), ("blue", "B")]
 """Colour and recorded answer of the samples of a multiple-choice benchmark: two of seven will be wrong."""
-POPE = [
+YES_NO = [
     ("red", "yes"), ("green", "no"), ("blue", "no"), ("yellow", "yes"),
     ("red", "no"), ("green", "no"), ("blue", "yes"), ("yellow", "no"),
 ]  # fmt: skip
 """Picture and recorded answer: a checkpoint that tells warm from cold gets five of eight right, two by "yes"."""
+MME = [("red", "Yes"), ("red", "No"), ("blue", "No"), ("blue", "No"), ("green", "Yes"), ("green", "No")]
+"""The two questions of three pictures, of which the last is of cognition: one picture all right, one half right."""
+WARM_COLOUR = "Is there a warm colour?"
 KINDS = ("one", "one", "one", "one", "one", "two", "two")
 PROMPTS = {
     "mmbench_en_dev_static": f"Bench? There are several options:{OPTIONS}\n{LETTER}",
@@ -27,14 +30,13 @@ PROMPTS = {
     "seedbench_2_plus": f"Seed?{OPTIONS}\nC. no\nD. yes{LETTER}",
     "scienceqa": f"Context: Some.\nScience?{OPTIONS}{LETTER}",
     "ai2d": f"Diagram?{OPTIONS}{LETTER}",
-    "pope": f"Is there a warm colour?{POPE_SUFFIX}",
+    "pope": f"{WARM_COLOUR}{POPE_SUFFIX}",  # also of MME and TextVQA
     "scenes": "What is it?",
 }
 TEXT_PROMPT = f"No picture?{OPTIONS}{LETTER}"
 HELLASWAG = [
     (f"Task {i}", f"A man goes {i}.", "he", ["runs.", "waits for long.", "sings a.", "is off"]) for i in range(4)
 ]
-MMLU = [(f"Which is {i}?", ["warm", "cold", "red", "blue"]) for i in range(2)]
 
 
 def picture(colour: str) -> Image.Image:
@@ -80,91 +82,56 @@ def write(folder: Path, configs: dict[str, dict[str, list[dict]]]) -> None:
 
 
 def write_all(root: Path) -> None:
-    """Writes every benchmark below `root`."""
+    """Writes every benchmark whose answers are words below `root`."""
     write(root / "lmms-lab-encoder/MMBench", {"en": {"dev": mmbench()}})
-    write(root / "Lin-Chen/MMStar", {"val": {"val": mmstar(PLAN)}})
+    write(root / "Lin-Chen/MMStar", {"val": {"val": mmstar()}})
     write(root / "echo840/OCRBench", {"default": {"test": ocrbench()}})
     write(root / "doolayer/SEED-Bench-2-Plus", {"default": {"test": seedbench()}})
-    science = scienceqa()
-    pictures = [row for row in science if row["image"] is not None]
-    write(
-        root / "lmms-lab-encoder/ScienceQA", {"ScienceQA-FULL": {"test": science}, "ScienceQA-IMG": {"test": pictures}}
-    )
+    write(root / "lmms-lab-encoder/ScienceQA", {"ScienceQA-FULL": {"test": scienceqa()}})
     write(root / "lmms-lab-encoder/ai2d", {"default": {"test": ai2d()}})
-    write(root / "lmms-lab-encoder/POPE", {"default": {"test": pope(POPE)}})
+    write(root / "lmms-lab-encoder/POPE", {"default": {"test": pope()}})
+    write(root / "lmms-lab-encoder/MME", {"default": {"test": mme()}})
+    write(root / "lmms-lab-encoder/textvqa", {"default": {"validation": textvqa()}})
 
 
 def mmbench() -> list[dict]:
     """Questions 0 to 6; the fifth is asked with its options in both orders, and is right in the first only."""
+    fields = {"question": "Bench?", "hint": "nan", "A": "warm", "B": "cold", "C": "nan", "D": "nan", "source": "made"}
+    fields |= {"L2-category": "level 2", "comment": "nan", "split": "dev"}
     rows = [
-        {
-            "index": index,
-            "question": "Bench?",
-            "hint": "nan",
-            "answer": target,
-            "A": "warm",
-            "B": "cold",
-            "C": "nan",
-            "D": "nan",
-            "category": f"category {KINDS[index]}",
-            "image": picture(colour),
-            "source": "made",
-            "L2-category": "level 2",
-            "comment": "nan",
-            "split": "dev",
-        }
+        {"index": index, "answer": target, "category": f"category {KINDS[index]}", "image": picture(colour)} | fields
         for index, (colour, target) in enumerate(PLAN)
     ]
     return [*rows, rows[4] | {"index": 1_000_004, "answer": "B"}]
 
 
-def mmstar(plan: list[tuple[str, str]]) -> list[dict]:
-    return [
-        {
-            "index": index,
-            "question": f"Star?{OPTIONS}",
-            "image": picture(colour),
-            "answer": target,
-            "category": "math",
-            "l2_category": f"kind {KINDS[index]}",
-            "meta_info": {"source": "made", "split": "val", "image_path": f"{index}.jpg"},
-        }
-        for index, (colour, target) in enumerate(plan)
+def mmstar() -> list[dict]:
+    rows = [
+        {"index": index, "image": picture(colour), "answer": target, "l2_category": f"kind {KINDS[index]}"}
+        for index, (colour, target) in enumerate(PLAN)
     ]
+    meta = {"source": "made", "split": "val", "image_path": "0.jpg"}
+    return [row | {"question": f"Star?{OPTIONS}", "category": "math", "meta_info": meta} for row in rows]
 
 
 def ocrbench() -> list[dict]:
+    kinds = {"one": "Doc-oriented VQA", "two": "Key Information Extraction"}
+    fields = {"dataset": "made", "question": PROMPTS["ocrbench"]}
     return [
-        {
-            "dataset": "made",
-            "question": PROMPTS["ocrbench"],
-            "question_type": "Doc-oriented VQA" if KINDS[index] == "one" else "Key Information Extraction",
-            "answer": [target],
-            "image": picture(colour),
-        }
-        for index, (colour, target) in enumerate(PLAN)
+        {"question_type": kinds[kind], "answer": [target], "image": picture(colour)} | fields
+        for kind, (colour, target) in zip(KINDS, PLAN, strict=True)
     ]
 
 
 def seedbench() -> list[dict]:
+    fields = {"question": "Seed?", "choice_A": "warm", "choice_B": "cold", "choice_C": "no", "choice_D": "yes"}
+    fields |= {"data_id": "0.png", "data_type": "single-image", "data_source": "made", "level": "L1"}
+    fields["question_image_subtype"] = "bar"
+    kinds = {"one": "chart", "two": "map"}
     return [
-        {
-            "question_id": str(index),
-            "question": "Seed?",
-            "choice_A": "warm",
-            "choice_B": "cold",
-            "choice_C": "no",
-            "choice_D": "yes",
-            "answer": target,
-            "data_id": f"{index}.png",
-            "data_type": "single-image",
-            "data_source": "made",
-            "level": "L1",
-            "question_image_type": "chart" if KINDS[index] == "one" else "map",
-            "question_image_subtype": "bar",
-            "image": picture(colour),
-        }
-        for index, (colour, target) in enumerate(PLAN)
+        {"question_id": str(i), "answer": target, "question_image_type": kinds[KINDS[i]], "image": picture(colour)}
+        | fields
+        for i, (colour, target) in enumerate(PLAN)
     ]
 
 
@@ -181,54 +148,43 @@ def scienceqa() -> list[dict]:
 
 
 def ai2d() -> list[dict]:
+    fields = {"question": "Diagram?", "options": ["warm", "cold"]}
+    return [{"answer": str("AB".index(target)), "image": picture(colour)} | fields for colour, target in PLAN]
+
+
+def pope() -> list[dict]:
+    fields = {"question": WARM_COLOUR, "category": "adversarial"}
     return [
-        {
-            "question": "Diagram?",
-            "options": ["warm", "cold"],
-            "answer": str("AB".index(target)),
-            "image": picture(colour),
-        }
-        for colour, target in PLAN
+        {"id": str(i), "question_id": str(i), "answer": target, "image_source": colour, "image": picture(colour)}
+        | fields
+        for i, (colour, target) in enumerate(YES_NO)
     ]
 
 
-def pope(plan: list[tuple[str, str]], question: str = "Is there a warm colour?") -> list[dict]:
+def mme() -> list[dict]:
+    places = [("code_reasoning", "code") if index > 3 else ("color", "colours") for index in range(len(MME))]
+    fields = {"question": f"{WARM_COLOUR} Please answer yes or no."}
     return [
-        {
-            "id": str(index),
-            "question_id": str(index),
-            "question": question,
-            "answer": target,
-            "image_source": colour,
-            "image": picture(colour),
-            "category": "adversarial",
-        }
-        for index, (colour, target) in enumerate(plan)
+        {"question_id": f"{folder}/{colour}.png", "image": picture(colour), "answer": target, "category": category}
+        | fields
+        for (category, folder), (colour, target) in zip(places, MME, strict=True)
+    ]
+
+
+def textvqa() -> list[dict]:
+    return [
+        {"question_id": i, "image": picture(colour), "question": WARM_COLOUR, "answers": [target] * 10}
+        for i, (colour, target) in enumerate(YES_NO)
     ]
 
 
 def hellaswag(labels: list[int]) -> list[dict]:
+    fields = {"split": "val", "split_type": "indomain"}
     return [
-        {
-            "ind": index,
-            "activity_label": activity,
-            "ctx_a": first,
-            "ctx_b": second,
-            "ctx": f"{first} {second}",
-            "endings": endings,
-            "source_id": str(index),
-            "split": "val",
-            "split_type": "indomain",
-            "label": str(label),
-        }
-        for index, ((activity, first, second, endings), label) in enumerate(zip(HELLASWAG, labels, strict=True))
-    ]
-
-
-def mmlu(labels: list[int]) -> list[dict]:
-    return [
-        {"question": question, "subject": "made", "choices": choices, "answer": label}
-        for (question, choices), label in zip(MMLU, labels, strict=True)
+        {"ind": i, "activity_label": activity, "ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
+        | {"endings": endings, "source_id": str(i), "label": str(label)}
+        | fields
+        for i, ((activity, first, second, endings), label) in enumerate(zip(HELLASWAG, labels, strict=True))
     ]
 
 

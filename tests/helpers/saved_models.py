@@ -34,7 +34,7 @@ class Saved:
     Attributes:
         model: makes it, with `IMAGE` as the image token's id.
         processor: its class.
-        image: `preprocessor_config.json`.
+        image: `preprocessor_config.json`; without a class, that of the processor's name.
         tokens: the tokenizer's named tokens.
         visual: the token at visual positions, with the id `IMAGE`; default the named `image_token`.
         mark: what the chat template writes for a picture; None where the family has no template.
@@ -88,7 +88,8 @@ def write(saved: Saved, folder) -> torch.nn.Module:
     model = filled(saved.model())
     model.save_pretrained(folder)
     tokenizer_of(saved).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(saved.image | {"processor_class": saved.processor}))
+    image = {"image_processor_type": saved.processor.replace("Processor", "ImageProcessor")} | saved.image
+    (folder / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": saved.processor}))
     (folder / "processor_config.json").write_text(json.dumps(saved.settings | {"processor_class": saved.processor}))
     if saved.mark is not None:
         part = f"{{{{ '{saved.mark}' if part['type'] == 'image' else part['text'] }}}}"
@@ -118,7 +119,6 @@ def config_of(prefix: str, **fields: Any) -> Callable[[], torch.nn.Module]:
 
 LLAMA = {"model_type": "llama"} | TEXT
 QWEN2 = {"model_type": "qwen2"} | TEXT
-COHERE2 = {"model_type": "cohere2", "sliding_window": 64} | TEXT
 GEMMA = {"model_type": "gemma", "head_dim": 8} | TEXT
 CLIP_VISION = {"model_type": "clip_vision_model"} | VISION
 SIGLIP_VISION = {"model_type": "siglip_vision_model", "vision_use_head": False} | VISION
@@ -127,31 +127,6 @@ GRID_VISION = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_head
 GRID_VISION |= {"out_hidden_size": 32}
 GRID_IDS = {"image_token_id": IMAGE, "video_token_id": 301}
 MROPE = {"rope_parameters": models.MROPE}
-
-
-def glm_ocr() -> torch.nn.Module:
-    rope = {"rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}, "head_dim": 8}
-    return config_of(
-        "GlmOcr",
-        text_config=TEXT | rope,
-        vision_config=GRID_VISION | {"image_size": 16},
-        **GRID_IDS,
-        image_start_token_id=302,
-        image_end_token_id=303,
-    )()
-
-
-def qwen3_5() -> torch.nn.Module:
-    linear = {
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-    }
-    text = TEXT | linear | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    text |= {"rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}}
-    vision = GRID_VISION | {"num_position_embeddings": 16}
-    return config_of("Qwen3_5", text_config=text, vision_config=vision, **GRID_IDS, vision_start_token_id=302)()
 
 
 def idefics2() -> torch.nn.Module:
@@ -183,18 +158,6 @@ def gemma4() -> torch.nn.Module:
     return config_of("Gemma4", text_config=text, vision_config=vision, image_token_id=IMAGE, audio_config=None)()
 
 
-def lfm2_vl() -> torch.nn.Module:
-    text = {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
-    } | TEXT
-    vision = {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False} | VISION
-    del vision["image_size"]
-    config = {"projector_hidden_size": 20, "downsample_factor": 2, "image_token_id": IMAGE}
-    return config_of("Lfm2Vl", text_config=text, vision_config=vision, **config)()
-
-
 def llama4() -> torch.nn.Module:
     text = TEXT | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64}
     vision = VISION | {"projector_input_dim": 20, "projector_output_dim": 20, "vision_output_dim": 20}
@@ -217,28 +180,6 @@ def molmo2() -> torch.nn.Module:
     return config_of("Molmo2", text_config=text, vision_config=vision, adapter_config=adapter, **ids)()
 
 
-def kimi_k25() -> torch.nn.Module:
-    text = {
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 2,
-    } | TEXT
-    text |= {
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_group": 2,
-    }
-    text |= {"topk_group": 1, "num_experts_per_tok": 1, "num_key_value_heads": 4}
-    vision = VISION | {"pos_emb_height": 4, "pos_emb_width": 4}
-    del vision["image_size"]
-    config = {"projection_hidden_size": 24, "image_token_id": IMAGE, "video_token_id": 301}
-    return config_of("Kimi_K25", text_config=text, vision_config=vision, **config)()
-
-
 def hyperclovax() -> torch.nn.Module:
     """The merger in the vision model gives rows that are four times as wide as a patch, but are not four patches."""
     vision = GRID_VISION | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 96, "window_size": 16}
@@ -248,20 +189,11 @@ def hyperclovax() -> torch.nn.Module:
     )()
 
 
-def cosmos3_edge() -> torch.nn.Module:
-    vision = {"num_patches": 16} | VISION
-    del vision["image_size"]
-    text = TEXT | MROPE | {"head_dim": 8}
-    config = {"vision_config": vision, "projector_hidden_size": 48, "vision_start_token_id": 302}
-    return config_of("Cosmos3Edge", text_config=text, **config, **GRID_IDS, vision_end_token_id=303)()
-
-
 def masked(argument: str, padding: bool) -> Callable:
     """A module's first argument without padding, told by `argument`."""
     return lambda inputs, result: next(iter(inputs.values()))[inputs[argument].bool() != padding]
 
 
-MINICPM_TOKENS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end")
 FEATURES = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -284,15 +216,6 @@ SAVED = {
         ("model.vision_tower", states(-2, 1)),
         settings=FEATURES,
     ),
-    "llava_onevision": Saved(
-        of(models.llava_onevision),
-        "LlavaOnevisionProcessor",
-        SQUARE | TILES | {"image_processor_type": "LlavaOnevisionImageProcessor"},
-        ("model.vision_tower", states(-2)),
-        settings={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
-        tokens={"image_token": "<image>", "video_token": "<video>"},
-    ),
-    "qwen2_vl": qwen(of(models.qwen2_vl), "Qwen2VLProcessor"),
     "qwen2_5_vl": qwen(of(models.qwen2_5_vl), "Qwen2_5_VLProcessor"),
     "qwen3_vl": qwen(of(models.qwen3_vl), "Qwen3VLProcessor", added=(1, 2)),
     "glm4v": Saved(
@@ -304,16 +227,6 @@ SAVED = {
         "<|image|>",
         GLM_TOKENS,
     ),
-    "glm_ocr": Saved(
-        glm_ocr,
-        "Glm46VProcessor",
-        QWEN | {"image_processor_type": "Glm46VImageProcessor"},
-        ("model.visual.post_layernorm", lambda inputs, result: result),
-        "model.visual.merger",
-        "<|image|>",
-        GLM_TOKENS,
-    ),
-    "qwen3_5": qwen(qwen3_5, "Qwen3VLProcessor"),
     "hyperclovax_vision_v2": Saved(
         hyperclovax,
         "HyperCLOVAXVisionV2Processor",
@@ -323,21 +236,10 @@ SAVED = {
         "<|image_pad|>",
         QWEN_TOKENS,
     ),
-    "cosmos3_edge": Saved(
-        cosmos3_edge,
-        "Cosmos3EdgeProcessor",
-        QWEN | {"image_processor_type": "Cosmos3EdgeImageProcessor"},
-        ("model.visual", last),
-        "model.projector",
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        QWEN_TOKENS,
-        extra=("<|vision_start|>", "<|vision_end|>"),
-        options={"return_mm_token_type_ids": True},
-    ),
     "ovis2": Saved(
         of(models.ovis2),
         "Ovis2Processor",
-        SQUARE | {"image_processor_type": "Ovis2ImageProcessor"},
+        SQUARE,
         ("model.vision_tower.transformer", lambda inputs, result: result[0]),
         "model.visual_embeddings_table",
         settings={"image_seq_length": 4},
@@ -357,29 +259,16 @@ SAVED = {
     "gemma3": Saved(
         of(models.gemma3),
         "Gemma3Processor",
-        SQUARE | {"image_processor_type": "Gemma3ImageProcessor"},
+        SQUARE,
         ("model.vision_tower", last),
         settings={"image_seq_length": 4},
         mark="<start_of_image>",
         tokens={"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
-    "idefics3": Saved(
-        of(models.idefics3),
-        "Idefics3Processor",
-        MEAN
-        | {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 32}}
-        | {"max_image_size": {"longest_edge": 16}},
-        ("model.vision_model", last),
-        "model.connector",
-        settings={"image_seq_len": 4},
-        extra=("<fake_token_around_image>", "<end_of_utterance>"),
-    ),
     "smolvlm": Saved(
         of(models.smolvlm),
         "SmolVLMProcessor",
-        MEAN
-        | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 32}}
-        | {"max_image_size": {"longest_edge": 16}},
+        MEAN | {"size": {"longest_edge": 32}} | {"max_image_size": {"longest_edge": 16}},
         ("model.vision_model", last),
         "model.connector",
         settings={"image_seq_len": 4},
@@ -388,7 +277,7 @@ SAVED = {
     "idefics2": Saved(
         idefics2,
         "Idefics2Processor",
-        MEAN | {"image_processor_type": "Idefics2ImageProcessor", "size": {"shortest_edge": 12, "longest_edge": 32}},
+        MEAN | {"size": {"shortest_edge": 12, "longest_edge": 32}},
         ("model.connector", masked("attention_mask", False)),
         "model.connector",
         settings={"image_seq_len": 3},
@@ -398,32 +287,9 @@ SAVED = {
     "aria": Saved(
         aria,
         "AriaProcessor",
-        MEAN | {"image_processor_type": "AriaImageProcessor", "max_image_size": 980, "min_image_size": 336},
+        MEAN | {"max_image_size": 980, "min_image_size": 336},
         ("model.multi_modal_projector", masked("attn_mask", True)),
         settings={"size_conversion": {"980": 4}},
-    ),
-    "aya_vision": Saved(
-        config_of("AyaVision", text_config=COHERE2, vision_config=SIGLIP_VISION, image_token_index=IMAGE),
-        "AyaVisionProcessor",
-        SQUARE | {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3},
-        ("model.vision_tower", states(-1)),
-        settings={"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>"}
-        | {"img_patch_token": "<|IMG_PATCH|>"},
-        tokens={"image_token": "<|IMG_PATCH|>"},
-        extra=("<image>",),
-    ),
-    "vipllava": Saved(
-        config_of(
-            "VipLlava",
-            text_config=LLAMA,
-            vision_config=CLIP_VISION,
-            image_token_index=IMAGE,
-            vision_feature_layer=[-2, 1],
-        ),
-        "LlavaProcessor",
-        CLIP,
-        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
-        settings=FEATURES,
     ),
     "llava with a list of layers": Saved(
         config_of(
@@ -451,12 +317,7 @@ SAVED = {
     "gemma4": Saved(
         gemma4,
         "Gemma4Processor",
-        {
-            "image_processor_type": "Gemma4ImageProcessor",
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "max_soft_tokens": 70,
-        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
         ("model.vision_tower.pooler", masked("padding_positions", True)),
         "model.embed_vision",
         settings={"image_seq_length": 70},
@@ -483,55 +344,11 @@ SAVED = {
             },
         ),
         "GotOcr2Processor",
-        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 128, "width": 128}} | MEAN,
+        {"size": {"height": 128, "width": 128}} | MEAN,
         ("model.vision_tower", last),
         mark=None,
         tokens={"image_token": "<imgpad>"},
         extra=("<img>", "</img>"),
-    ),
-    "deepseek_vl": Saved(
-        config_of("DeepseekVL", text_config=LLAMA, vision_config=SIGLIP_VISION, image_token_id=IMAGE),
-        "DeepseekVLProcessor",
-        {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": SIDE, "width": SIDE}, "min_size": 4}
-        | MEAN,
-        ("model.vision_model", last),
-        "model.aligner",
-        mark="<image_placeholder>",
-        tokens={"image_token": "<image_placeholder>"},
-        settings={"num_image_tokens": 16},
-    ),
-    "minicpmv4_6": Saved(
-        config_of(
-            "MiniCPMV4_6",
-            text_config=QWEN2,
-            vision_config=VISION | {"image_size": 64, "insert_layer_id": 1},
-            insert_layer_id=1,
-            image_token_id=IMAGE,
-            video_token_id=301,
-        ),
-        "MiniCPMV4_6Processor",
-        MEAN | {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 4},
-        ("model.vision_tower", last),
-        "model.merger",
-        tokens={"image_token": "<image_pad>", "video_token": "<video_pad>"}
-        | {f"{name}_token": f"<{name}>" for name in MINICPM_TOKENS},
-        mark="<image_pad>",
-    ),
-    "cohere2_vision": Saved(
-        config_of(
-            "Cohere2Vision",
-            text_config=COHERE2,
-            vision_config=SIGLIP_VISION,
-            image_token_id=IMAGE,
-            alignment_intermediate_size=40,
-        ),
-        "Cohere2VisionProcessor",
-        SQUARE | {"image_processor_type": "Cohere2VisionImageProcessor", "patch_size": 2, "max_patches": 3},
-        ("model.vision_tower", last),
-        tokens={"image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
-        | {"img_line_break_token": "<|IMG_LINE_BREAK|>"},
-        mark="<|IMG_PATCH|>",
-        needs=("torchvision",),
     ),
     "mistral3": Saved(
         config_of(
@@ -541,54 +358,17 @@ SAVED = {
             image_token_index=IMAGE,
         ),
         "PixtralProcessor",
-        MEAN | {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4},
+        MEAN | {"size": {"longest_edge": 32}, "patch_size": 4},
         ("model.vision_tower", last),
         settings={"patch_size": 4, "spatial_merge_size": 2},
         mark="[IMG]",
         tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         needs=("torchvision",),
     ),
-    "llava with Pixtral": Saved(
-        config_of(
-            "Llava",
-            text_config={"model_type": "mistral", "head_dim": 8} | TEXT,
-            vision_config=PIXTRAL_VISION,
-            image_token_index=IMAGE,
-            vision_feature_layer=-1,
-            vision_feature_select_strategy="full",
-        ),
-        "PixtralProcessor",
-        MEAN | {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4},
-        ("model.vision_tower", last),
-        settings={"patch_size": 4},
-        mark="[IMG]",
-        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
-        needs=("torchvision",),
-    ),
-    "lfm2_vl": Saved(
-        lfm2_vl,
-        "Lfm2VlProcessor",
-        {
-            "image_processor_type": "Lfm2VlImageProcessor",
-            "tile_size": 16,
-            "encoder_patch_size": 4,
-            "min_image_tokens": 1,
-        }
-        | {
-            "max_image_tokens": 4,
-            "do_image_splitting": False,
-            "max_num_patches": 16,
-            "size": {"height": 16, "width": 16},
-        },
-        ("model.vision_tower", lambda inputs, result: result.last_hidden_state[inputs["pixel_attention_mask"].bool()]),
-        tokens={"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
-        | {"image_thumbnail": "<|img_thumbnail|>"},
-        needs=("torchvision",),
-    ),
     "llama4": Saved(
         llama4,
         "Llama4Processor",
-        SQUARE | {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4},
+        SQUARE | {"max_patches": 4},
         ("vision_model.vision_adapter", lambda inputs, result: next(iter(inputs.values()))),
         "multi_modal_projector",
         settings={
@@ -606,31 +386,12 @@ SAVED = {
     "molmo2": Saved(
         molmo2,
         "Molmo2Processor",
-        SQUARE
-        | {"image_processor_type": "Molmo2ImageProcessor", "max_crops": 2, "overlap_margins": [1, 1], "patch_size": 4},
+        SQUARE | {"max_crops": 2, "overlap_margins": [1, 1], "patch_size": 4},
         ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i] for i in (-1, -2)], -1)),
         mark="<|image|>",
         tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
         visual="<im_patch>",
         extra=("<im_start>", "<im_end>", "<low_res_im_start>", "<frame_start>", "<frame_end>", "<im_col>", "<im_low>"),
-        needs=("torchvision",),
-    ),
-    "kimi_k25": Saved(
-        kimi_k25,
-        "Kimi_K25Processor",
-        MEAN
-        | {
-            "image_processor_type": "Kimi_K25ImageProcessor",
-            "patch_size": 4,
-            "size": {"max_height": 32, "max_width": 32},
-        },
-        (
-            "model.vision_tower",
-            lambda inputs, result: torch.cat([rows.flatten(0, -2) for rows in result.pooler_output]),
-        ),
-        "model.mm_projector",
-        mark="<|media_pad|>",
-        tokens={"image_token": "<|media_pad|>", "video_token": "<|video|>"},
         needs=("torchvision",),
     ),
 }
@@ -647,20 +408,11 @@ def pixel_values(*shape: int) -> dict[str, torch.Tensor]:
 
 # What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
 TENSORS = {
-    "cohere2_vision": ([4, 8], pixel_values(3, 3, 16, 16)),
     "mistral3": ([4, 2], pixel_values(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
-    "llava with Pixtral": ([16, 8], pixel_values(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
     "llama4": ([4, 8], pixel_values(3, 3, 16, 16)),
-    "lfm2_vl": (
-        [4, 2],
-        pixel_values(2, 16, 48)
-        | {"spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
-        | {"pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).int()},
-    ),
     "molmo2": (
         [8, 8],
         pixel_values(4, 16, 48)
         | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
     ),
-    "kimi_k25": ([4, 2], pixel_values(24, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}),
 }
