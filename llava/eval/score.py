@@ -111,18 +111,15 @@ def check_questions(data: str, image_folder: Path | None) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def groups(answers: Sequence[Answered]) -> dict[str, list[int]]:
-    """Places of the answers of each kind, and of all where there are several kinds."""
-    kinds = list(dict.fromkeys(str(answer.group) for answer in answers))
-    places = {kind: [place for place, answer in enumerate(answers) if answer.group == kind] for kind in kinds}
-    return places if len(kinds) == 1 else places | {"all": list(range(len(answers)))}
-
-
 def score_rows(answers: Sequence[Answered]) -> Rows:
     """Right answers of every kind in percent, with Wilson's 95 % interval."""
+    by_kind: dict[str, list[Answered]] = {}
+    for answer in answers:
+        by_kind.setdefault(str(answer.group), []).append(answer)
+    if len(by_kind) > 1:
+        by_kind["all"] = list(answers)
     rows: Rows = []
-    for kind, places in groups(answers).items():
-        chosen = [answers[place] for place in places]
+    for kind, chosen in by_kind.items():
         readers = [READERS.get(str(answer.group), str) for answer in chosen]
         unread = sum(reader(answer.answer) is None for reader, answer in zip(readers, chosen, strict=True))
         right = sum(answer.score == 1 for answer in chosen)

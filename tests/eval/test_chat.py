@@ -166,24 +166,6 @@ def test_a_later_turn_is_asked_with_the_history_that_training_would_write(talk, 
     assert shown[1]["prompt"].count("<image>") == 1 and answers[0] in shown[1]["prompt"]
 
 
-def test_text_appears_as_it_grows_and_without_its_end(monkeypatch, capsys):
-    class Scripted:
-        """An assistant of the template llava_v0."""
-
-        tokenizer, end, prompt_ids = None, "###", lambda *_: None
-
-        def answer(self, turns, pictures, streamer, **options):
-            for piece in ("a red ", "cat ", "sits.###"):
-                streamer.on_finalized_text(piece)
-            return ["a red cat sits."]
-
-    shown = []
-    monkeypatch.setattr("builtins.print", lambda *words, **_: shown.append("".join(words)))
-    args = cli.parser().parse_args(["--model-path", "x", "--image-file", "x"])
-    turns = conversation.answered(Scripted(), None, conversation.with_question([], LINE), args)
-    assert shown == ["ASSISTANT: ", "a red ", "cat ", "sits.", "", ""] and turns[-1]["value"] == "a red cat sits."
-
-
 def test_what_cannot_be_asked_is_refused_and_the_chat_continues(talk):
     result = talk(f"What is <image>?\n{'long ' * 120}\n{LINE}\n")
     assert "ask without <image>" in result.error and "more than the 512 of" in result.error
