@@ -129,17 +129,22 @@ def wait_for_message(page, text: str) -> None:
 
 
 @pytest.mark.parametrize("where", WIDTHS)
-def test_both_arms_answer_and_a_conversation_goes_on_until_the_picture_changes(visit, tiny, where):
+def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, where):
     page = visit(WIDTHS[where])
     ask_and_wait(page, tiny / "data/images/red.png")
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
     keep_screenshot(page, f"{where}-answered")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
+
+
+def test_a_conversation_goes_on_until_the_picture_changes(visit, tiny):
+    page = visit(WIDTHS["desk"])
+    ask_and_wait(page, tiny / "data/images/blue.png")
     ask(page, "Sure?")
     page.wait_for_function("document.querySelectorAll('.message.bot').length == 4", timeout=PATIENCE)
     page.get_by_role("button", name="Remove Image").click()
-    ask_and_wait(page, tiny / "data/images/blue.png")
+    ask_and_wait(page, tiny / "data/images/red.png")
     page.wait_for_function("document.querySelectorAll('.message.bot').length == 2", timeout=PATIENCE)
 
 
