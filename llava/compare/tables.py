@@ -33,7 +33,6 @@ from llava.eval.tasks import PAPER_COLUMNS, TASKS, mean_of_groups
 from llava.utils.intervals import CONFIDENCE, share_interval
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
-EXAMPLES = 6  # answers shown per task and arm: won and lost
 TOLERANCE = 0.05  # points by which a recorded score may differ from that of its samples
 WITHIN, UNDECIDED = "no relevant difference", "undecided"
 Rows = list[dict[str, Any]]
@@ -177,7 +176,6 @@ def every_table(record: Record, plan: Plan | None = None, stats: Statistics | No
         tables = {"scores": scores_table(stats), "differences": differences_table(stats), "kinds": kinds_table(stats)}
         tables |= {"log-probabilities": nats_table(stats), "controls": controls_table(stats)}
         tables |= {"samples to a loss": reached_table(stats), "logged": logged_table(stats)}
-        tables["examples"] = examples_table(stats)
     tables |= {"runs": runs_table(record), "cost": cost_table(record), "configuration": own_table(record)}
     tables["shared"] = [{"field": name, "value": json.dumps(value)} for name, value in record["configuration"].items()]
     return {name: rows for name, rows in tables.items() if rows}
@@ -309,23 +307,6 @@ def logged_table(stats: Statistics) -> Rows:
         for label, key, place in labels
         if all(runs.values())
     ]
-
-
-def examples_table(stats: Statistics) -> Rows:
-    """Some questions that an arm won and some that it lost, with both answers, first seed."""
-    rows: Rows = []
-    base = stats.by_run[stats.baseline, stats.seeds[0]]
-    for arm in stats.arms[1:]:
-        ours = stats.by_run[arm, stats.seeds[0]]
-        for task in stats.tasks if "answers" in base else ():
-            changes = np.array(ours["scores"][task]) - np.array(base["scores"][task])
-            for outcome, chosen in (("won", changes > 0), ("lost", changes < 0)):
-                for number in np.flatnonzero(chosen)[: EXAMPLES // 2]:
-                    row = {"arm": arm, "benchmark": TITLES.get(task, task), "outcome": outcome}
-                    row |= {"question": stats.record["questions"][task][number]}
-                    row |= {"expected": stats.facts(task)["targets"][number], "answer": ours["answers"][task][number]}
-                    rows.append(row | {"baseline's answer": base["answers"][task][number]})
-    return rows
 
 
 def runs_table(record: Record) -> Rows:

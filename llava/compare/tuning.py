@@ -9,7 +9,6 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from llava.compare.record import (
     logged_by,
     shared_configuration,
 )
-from llava.compare.report import PAGE, render
 from llava.compare.runs import Run, changed
 from llava.compare.steps import Step, StepError
 from llava.launch.devices import count_of
@@ -68,7 +66,7 @@ class Tuning(Planned):
         return steps
 
     def work(self) -> None:
-        """Trains what has no result yet, and writes the page."""
+        """Trains what has no result yet, and says what is chosen."""
         for name in ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS"):
             if os.environ.get(name):
                 raise ValueError(f"{name}={os.environ[name]}: the plan {self.plan.file} decides it; leave it out")
@@ -96,19 +94,21 @@ class Tuning(Planned):
                     raise
                 for run in diverged:
                     self.add(run, {"loss": None})
-        write_text(self.folder / Path(PAGE).with_suffix(".md"), page_of(self.record))
-        print(f"written: {file} and its page")
+        for arm, point in best_points(self.record).items():
+            print(f"{arm}: point {point}, {json.dumps(self.plan.points[point])}")
+        print(f"written: {file}")
 
     def ended(self, name: str) -> None:
         """Records the result of the run whose lane has this name; its weights are not needed any more."""
         run = next(run for run in self.runs if lane_of(run) == name)
         self.record["configuration"] = self.checked_configuration(run)
         last = run.log(STAGES[-1], "eval/loss")[-1]
+        loss = last["eval/loss"] if math.isfinite(last["eval/loss"] or math.nan) else None
         if last["step"] != self.plan.steps[STAGES[-1]]:
             raise ValueError(f"{run.folder(STAGES[-1])}: the held-out loss is of step {last['step']}, not the last")
         start = run.starts(STAGES[0])[0]
         seconds = sum(float((run.folder(stage) / DONE).read_text()) for stage in STAGES)
-        result = {"loss": last["eval/loss"], "loss of stage 1": logged_by(run)["loss"][0], "hours": seconds / 3600}
+        result = {"loss": loss, "loss of stage 1": logged_by(run)["loss"][0], "hours": seconds / 3600}
         result |= {"commit": start["configuration"]["code"]["commit"], "started": start["provenance"]["started"]}
         self.add(run, result | {"machine": machine()})
         for weights in run.folder(STAGES[-1]).glob("*model*.safetensors"):
@@ -132,11 +132,7 @@ class Tuning(Planned):
         result = {"point": point_of(run), "seed": run.seed, "arm": run.arm} | result
         self.record["results"].append(result)
         if not self.runs:
-            losses = mean_losses(self.record)
-            best = {arm: min(range(len(own)), key=own.__getitem__) for arm, own in losses.items()}
-            if hopeless := [arm for arm, point in best.items() if not math.isfinite(losses[arm][point])]:
-                raise ValueError(f"no point trains {', '.join(hopeless)}; plan other points")
-            self.record["choice"] = {arm: self.plan.points[point] for arm, point in best.items()}
+            self.record["choice"] = {arm: self.plan.points[point] for arm, point in best_points(self.record).items()}
         write_text(self.folder / FILE, json.dumps(self.record, indent=1) + "\n")
 
 
@@ -153,22 +149,17 @@ def has_diverged(run: Run) -> bool:
     return any(log.is_file() and DIVERGED in log.read_text() for log in logs)
 
 
-def mean_losses(record: Record) -> dict[str, list[float]]:
-    """The mean held-out loss over the seeds, of every arm at each point; infinite where a training was given up."""
-    by_arm: dict[str, list[list[float]]] = {}
+def best_points(record: Record) -> dict[str, int]:
+    """Each arm's point of the lowest mean held-out loss over the seeds.
+
+    Raises:
+        ValueError: at every point of some arm a training was given up.
+    """
+    losses: dict[str, list[list[float]]] = {}
     for result in record["results"]:
-        points = by_arm.setdefault(result["arm"], [[] for _ in record["points"]])
+        points = losses.setdefault(result["arm"], [[] for _ in record["points"]])
         points[result["point"]].append(math.inf if result["loss"] is None else result["loss"])
-    return {arm: [float(np.mean(own)) for own in points] for arm, points in by_arm.items()}
-
-
-def page_of(record: Record) -> str:
-    """The record as Markdown: the mean loss of every arm at each point, and every result."""
-    losses = mean_losses(record)
-    means = [
-        {"point": number, "settings": json.dumps(point)} | {arm: round(own[number], 4) for arm, own in losses.items()}
-        for number, point in enumerate(record["points"])
-    ]
-    choice = [{"arm": arm, "settings": json.dumps(settings)} for arm, settings in record["choice"].items()]
-    tables = {"choice": choice, "mean held-out loss": means, "results": record["results"]}
-    return render("page.md.jinja", title="Tuning", tables=tables)
+    means = {arm: [float(np.mean(own)) for own in points] for arm, points in losses.items()}
+    if hopeless := [arm for arm, own in means.items() if not math.isfinite(min(own))]:
+        raise ValueError(f"no point trains {', '.join(hopeless)}; plan other points")
+    return {arm: own.index(min(own)) for arm, own in means.items()}

@@ -21,7 +21,7 @@ from llava.utils.presentation import format_table
 from llava.utils.scoring import KINDS, READERS, can_expect, is_right
 
 if TYPE_CHECKING:
-    from llava.eval.question_records import Question
+    pass
 
 DEFAULT_KIND = "exact"
 Rows = list[dict[str, Any]]
@@ -90,22 +90,6 @@ def kind_of(name: str, expected: Any, kind: Any) -> str:
     if not can_expect(kind, expected):
         raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {kind}")
     return kind
-
-
-def check_questions(data: str, image_folder: Path | None) -> None:
-    """Raises ValueError or OSError where one of `--questions` cannot be answered or scored; the message names it."""
-    from llava.eval.question_records import QuestionRecords  # takes seconds
-
-    questions = QuestionRecords(data, str(image_folder) if image_folder else None)
-    places: dict[str, int] = {}
-
-    def has_score(index: int, question: "Question", sizes: object) -> None:
-        identifier = json.dumps(question.identifier, ensure_ascii=False)
-        kind_of(f"question {identifier}", question.expected, question.kind)
-        if (first := places.setdefault(identifier, index)) != index:
-            raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
-
-    questions.check(has_score, f"--questions {data}")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
-import json
 import os
 import subprocess
 import sys
@@ -198,37 +197,6 @@ def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path,
     assert not is_finished(tmp_path)
     (tmp_path / weights).touch()
     assert is_finished(tmp_path)
-
-
-def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path):
-    comparison = Comparison(DEMO, ["none", "layernorm"], [42], tmp_path, questions=Path("/mine.jsonl"))
-    for run in comparison.runs:
-        *_, evaluation, asked = comparison.lane(run)
-        assert evaluation.title == f"{run.name}, evaluation"
-        folder = tmp_path / "seed-42" / run.arm
-        assert asked.command[1:] == (
-            ["-m", "llava.eval.answer", "--model-path", f"{folder}/finetune", "--data", "/mine.jsonl"]
-            + ["--output", f"{folder}/questions/answers.jsonl"]
-        )
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"question_id": 1, "text": "Is it?"}, "no expected answer"),
-        ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "yes_no"}, "'3' cannot be the expected answer"),
-        ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "color"}, "kind 'color' is not one of exact"),
-        ({"question_id": 1, "text": "Is it?", "expected": "3", "image": "no.png"}, "no.png"),
-        ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is also that of"),
-    ],
-)
-def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys, record, message):
-    good = {"question_id": 0, "text": "Was it?", "expected": "yes"}
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(question) + "\n" for question in (good, record)))
-    words = ["run", "--output-dir", str(tmp_path / "out"), "--questions", str(tmp_path / "mine.jsonl")]
-    assert main([*words, "--question-images", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "--questions" in error and message in error and not (tmp_path / "out").exists()
 
 
 def test_an_arm_is_a_norm_and_its_initial_norm():

@@ -5,7 +5,6 @@ import html
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from llava.compare.record import FILE
 from llava.compare.report import markdown_text
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
-from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
@@ -72,34 +70,6 @@ def test_tables_have_the_scores_of_the_samples(report):
     assert float(table["POPE"]["layernorm, paper"]) == paper.TABLE_4["Llama-3.2-3B"]["layernorm"]["pope"]
     assert "paper" not in "".join(table["mean"][name] for name in table["mean"] if "paper" in name)
     assert table["mean"]["none, paper"] == "" and "layernorm@default, paper" not in table["POPE"]
-
-
-def write_answers(run, right, data="content abc"):
-    """Answers to 80 questions of which the first `right` are right, with the record of what was asked."""
-    run.answers.parent.mkdir()
-    lines = [
-        {"question_id": i, "text": "red" if i < right else "blue", "metadata": {"expected": "Red."}} for i in range(80)
-    ]
-    run.answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = f"{run.arm}, content {revision(str(run.folder('finetune')))}"
-    asked = {"--model-path": model, "--data": data}
-    run.answers.with_name("answers.jsonl.run.json").write_text(json.dumps({"asked": asked, "count": 80}))
-
-
-def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path):
-    runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
-    for run, right in zip(runs, (40, 70), strict=True):
-        write_answers(run, right)
-    compare(tmp_path, ("none", "layernorm"), (1,), questions=Path("mine.jsonl"))
-    rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "differences")}
-    ours = rows["questions", "layernorm"]
-    assert (ours["delta"], ours["won"], ours["lost"], ours["verdict"]) == ("37.5", "30", "0", "")
-    assert {row["benchmark"]: row["none"] for row in read_csv(tmp_path, "scores")}["questions"] == "50.0 (39 to 61)"
-    shutil.rmtree(runs[1].answers.parent)
-    write_answers(runs[1], 70, data="content xyz")
-    with pytest.raises(ValueError) as refused:
-        compare(tmp_path, ("none", "layernorm"), (1,), questions=Path("mine.jsonl"))
-    assert "--data: 'content abc' (none, seed 1), 'content xyz' (layernorm, seed 1)" in str(refused.value)
 
 
 def test_verdicts_are_marked_where_the_interval_excludes_zero(report):
