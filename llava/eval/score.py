@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llava.eval.answer import recorded
-from llava.eval.results import Answered, TaskResult
+from llava.eval.results import Answered
 from llava.eval.tasks import mean
 from llava.utils.commands import Parser, exit_status
 from llava.utils.intervals import share_interval
@@ -112,12 +112,6 @@ def score_rows(answers: Sequence[Answered]) -> Rows:
         row |= {"95 % interval": f"{low} to {high}", "unread": unread}
         rows.append(row)
     return rows
-
-
-def task_result(file: Path) -> TaskResult:
-    """The answers of a file as a task's result, for comparisons."""
-    answers = read_scored(file)
-    return TaskResult("right answers, llava.eval.score", mean(answers), answers, None, 0.0)
 
 
 if __name__ == "__main__":
