@@ -380,12 +380,12 @@ def rows_of_cards(argv: list[str], ranks: int, gibs: Iterable[int]) -> Iterator[
     model_args.attn_implementation = model_args.attn_implementation or "sdpa"  # kernels of a card keep as much
     model: Any = planned_model(model_args, args)
     decide_liger(model, args)
-    tokens: Any = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
-    tokens = tokens or (None if zero == AUTO else parsed.per_device_train_batch_size * parsed.model_max_length)
+    cap = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
+    tokens = cap or args.per_device_train_batch_size * args.model_max_length
     for gib in gibs:
         budget = _USABLE * gib * 2**30
         if zero == AUTO:
-            choice = choose(model, args, budget, tokens)
+            choice = choose(model, args, budget, cap)
         else:
             estimate = estimate_under(zero, model, args, tokens)
             recomputed = layers_to_recompute(args.activation_checkpointing, estimate, budget)
