@@ -380,16 +380,15 @@ def rows_of_cards(argv: list[str], ranks: int, gibs: Iterable[int]) -> Iterator[
     model_args.attn_implementation = model_args.attn_implementation or "sdpa"  # kernels of a card keep as much
     model: Any = planned_model(model_args, args)
     decide_liger(model, args)
-    cap = None if args.max_tokens_per_micro_batch == AUTO else args.max_tokens_per_micro_batch
-    tokens = cap or args.per_device_train_batch_size * args.model_max_length
+    cap, most = args.max_tokens_per_micro_batch, args.per_device_train_batch_size * args.model_max_length
     for gib in gibs:
         budget = _USABLE * gib * 2**30
         if zero == AUTO:
-            choice = choose(model, args, budget, cap)
+            choice = choose(model, args, budget, None if cap == AUTO else cap or most)
         else:
-            estimate = estimate_under(zero, model, args, tokens)
+            estimate = estimate_under(zero, model, args, cap or most)
             recomputed = layers_to_recompute(args.activation_checkpointing, estimate, budget)
-            choice = Choice(zero, tokens, bool(recomputed), estimate.total(recomputed))
+            choice = Choice(zero, cap or most, bool(recomputed), estimate.total(recomputed))
         fits = "" if choice.needed <= budget else "DOES NOT FIT: "
         yield (
             f"{gib:>4} GB   {fits}{choice.needed / 2**30:.0f} of {budget / 2**30:.0f} GiB usable, micro-batches of "
