@@ -360,6 +360,6 @@ PARTS = {
     "zero3_7b": zero_part("qwen2.5-7b", "zero3", 5),
     "zero2_7b": zero_part("qwen2.5-7b", "zero2", 5),
     "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 6, vs_upstream),
-    "arms_3b": Part("a step in 3B shapes: no norm, compiled layers, padding", 6, partial(step, arms=OTHER_ARMS)),
+    "arms_3b": Part("a step in 3B shapes: no norm, compiled tower, padding", 6, partial(step, arms=OTHER_ARMS)),
     "offload_3b": zero_part("llama-3.2-3b", "zero3_offload", 5),
 }  # fmt: skip

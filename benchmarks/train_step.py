@@ -161,7 +161,7 @@ def recipe_tokens(preset: str, stage: int, device: torch.device) -> int:
 
 
 class Bench:
-    """A model with plain, compiled or Liger's layers, and the arms that use it.
+    """A model with plain or Liger's layers, its tower compiled or not, and the arms that use it.
 
     Args:
         arms: arms that all have the same `layers`.
@@ -175,10 +175,8 @@ class Bench:
         torch._dynamo.reset()
         if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
             apply_liger(self.model)
-        if self.layers == LIGER_AND_COMPILED_TOWER:
+        if self.layers in (COMPILED, LIGER_AND_COMPILED_TOWER):
             compile_layers(self.model.get_model().vision_tower.layers)
-        elif self.layers == COMPILED:
-            compile_layers([*self.model.get_model().layers, *self.model.get_model().vision_tower.layers])
         self.projectors = {arm.norm: projector_for(self.model, arm.norm, device, dtype) for arm in arms}
         set_trainable(self.model, frozenset(STAGES[stage]))
         trained = {p for p in self.model.parameters() if p.requires_grad}
@@ -191,8 +189,7 @@ class Bench:
         self.model.get_model().mm_projector = self.projectors[arm.norm]
         set_trainable(self.model, frozenset(STAGES[self.stage]))
         self.model.padding_free = arm.padding_free
-        fastest = packed_attention(None, self.device, self.dtype, compiled=self.layers == COMPILED)
-        self.model.config._attn_implementation = arm.backend or fastest
+        self.model.config._attn_implementation = arm.backend or packed_attention(None, self.device, self.dtype)
 
     def on_device(self, arm: Arm, samples: list[Sample]) -> dict[str, Any]:
         """The samples as a batch, with the number of their targets."""

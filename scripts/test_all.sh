@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every part of the tests, or those that are named, each in the environment that it needs, and prints one table.
-# Exits with 1 if a part failed. suite is scripts/test.sh; numeric repeats what compares numbers on the instructions of
+# Exits with 1 if a part failed. suite is scripts/test.sh; numeric repeats the tests with that mark on the instructions of
 # one older CPU; chaos breaks real runs; browser gets an older Pillow; serving asks a quickstart's checkpoints
 # through vLLM; peers trains with each tool of benchmarks/vs_peers.py; mixins runs transformers' own tests (from the
 # checkout TRANSFORMERS_TESTS, default: PyPI's source distribution). OUTPUT_DIR (default: outputs/test_all) gets the logs.
@@ -8,9 +8,6 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 readonly PARTS="suite numeric chaos browser serving peers mixins"
-# Attention kernels, packed rows, the norm, the loss head, precisions, and upstream's recorded numbers.
-readonly NUMERIC=(tests/model/test_norm.py tests/model/test_model.py tests/model/test_packed.py tests/model/test_kernels.py
-  tests/model/test_precisions.py tests/train/test_masters.py tests/upstream/test_upstream_model.py)
 parts=()
 for part in "$@"; do
   [[ " $PARTS " == *" $part "* ]] || die "$part is not one of: $PARTS"
@@ -23,7 +20,7 @@ mkdir -p "$OUTPUT_DIR"
 # Bash does not stop at a command that fails in a function whose status is asked for, so `&&` joins all commands below.
 on_instructions() { # PyTorch's name of them, oneDNN's
   ATEN_CPU_CAPABILITY=$1 ONEDNN_MAX_CPU_ISA=$2 OMP_NUM_THREADS=1 \
-    "$PYTHON_BIN" -m pytest -n 2 --dist loadfile "${NUMERIC[@]}"
+    "$PYTHON_BIN" -m pytest -n 2 --dist loadfile -m numeric tests/model tests/train/test_masters.py tests/upstream
 }
 
 # pytest in an environment with the Pillow that Gradio needs, made once for each state of the requirements.

@@ -36,13 +36,12 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attent
 _WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
-def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> str:
+def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
     """The attention backend for packed training, a name that the library's `attn_implementation` takes.
 
     Args:
         requested: `--attn_implementation`; None chooses the fastest that this machine has.
         device, dtype: of the decoder's activations.
-        compiled: the layers run under `torch.compile`.
 
     Raises:
         ValueError: the requested backend cannot keep packed samples apart.
@@ -52,23 +51,22 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
             f"--attn_implementation {requested}: cannot keep packed samples apart; expected one of "
             f"{', '.join(PACKED_BACKENDS)}, or --padding_free False"
         )
-    chosen = requested or _fastest(device, dtype, compiled)
+    chosen = requested or _fastest(device, dtype)
     logger.info("attention over packed samples: %s", chosen)
     return chosen
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
-    without_kernel = "sdpa" if compiled else SEGMENTS  # which would be compiled again for every batch's lengths
+def _fastest(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda":
-        return without_kernel
+        return SEGMENTS
     half = dtype in (torch.float16, torch.bfloat16)
     if half and (flash := installed_flash()):
         return flash
     if half and torch.cuda.get_device_capability() >= (8, 0):
         return VARLEN
     needs = f"an NVIDIA GPU from Ampere on{'' if half else ' and --bf16 True'}"
-    logger.warning("attention over packed samples in one kernel needs %s; %s is slower", needs, without_kernel)
-    return without_kernel
+    logger.warning("attention over packed samples in one kernel needs %s; %s is slower", needs, SEGMENTS)
+    return SEGMENTS
 
 
 def installed_flash() -> str | None:

@@ -25,12 +25,7 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.multimodal_projector.adapter import check_finite, load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
-from llava.model.multimodal_projector.norm import (
-    ProjectorNorm,
-    norm_differences,
-    projector_norm,
-    record_norm,
-)
+from llava.model.multimodal_projector.norm import ProjectorNorm, norm_differences, projector_norm, record_norm
 from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
 from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import gathered
@@ -272,9 +267,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         tower = self.get_vision_tower()
         if tower is None or (past_key_values is not None and input_ids.shape[1] == 1):
             if tower is None and (images is not None or bool((input_ids == IMAGE_TOKEN_INDEX).any())):
-                raise ValueError(
-                    "images were given to a model without a vision tower (config.mm_vision_tower is unset)"
-                )
+                raise ValueError("images were given to a model without a vision tower (no config.mm_vision_tower)")
             answering = past_key_values is not None and past_key_values.get_seq_length() > 0
             if tower is None and not answering and (labels is None or not self.training):
                 check_fits(text_lengths(input_ids, attention_mask), self.config)

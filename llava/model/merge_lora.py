@@ -46,11 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model-path", required=True, help="LoRA folder or hub id")
     parser.add_argument("--model-base", help="model it was trained on (default: the one it records)")
     parser.add_argument("--save-model-path", required=True, help="new or empty folder for the merged checkpoint")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="precision of the written weights (default: the adapters')",
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the adapters')")
     add_plugin_argument(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -3,8 +3,6 @@
 import copy
 import math
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,6 @@ from llava.analysis.probe import Probe
 from llava.analysis.samples import PicturePrompt
 from llava.attach import RECORD, attach, attachable, attached_norms, load_attached
 from llava.families import family_of, find_parts
-from llava.model.builder import load_language_model
 
 FAMILIES = [name for name, saved in SAVED.items() if "timm" not in saved.needs and name != "molmo2"]
 FEW = ["llava_next", "qwen3_vl", "ovis2", "gemma3", "mistral3", "llama4"]
@@ -33,7 +30,7 @@ TRIED = FAMILIES if os.environ.get("FAMILIES") == "all" else FEW
 NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TRIED)
 def family(request, tmp_path_factory):
     """A model of the family in eval mode, the path of its projector, and inputs with a picture."""
     name = request.param
@@ -103,7 +100,6 @@ def gradients(model, family, names) -> dict[str, torch.Tensor]:
     return {name: model.get_parameter(name).grad.double() for name in names}
 
 
-@pytest.mark.parametrize("family", TRIED, indirect=True)
 def test_gradients_equal_float64_ones_with_the_projectors_divided_by_the_gain(family):
     model = attach(fresh(family))
     projector = f"{family.projector}."
@@ -135,7 +131,6 @@ def test_gradients_equal_float64_ones_with_the_projectors_divided_by_the_gain(fa
         assert error < 2e-3, name
 
 
-@pytest.mark.parametrize("family", TRIED, indirect=True)
 def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_path):
     model = attach(fresh(family))
     generator = torch.Generator().manual_seed(5)
@@ -153,8 +148,6 @@ def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_p
     for load in (type(model), transformers.AutoModelForImageTextToText):
         with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
             load.from_pretrained(tmp_path)
-    loaded.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(load_attached(str(tmp_path / "again")), family), logits(model, family))
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +166,6 @@ def test_deepstacks_further_outputs_are_left_as_they_are():
     assert aligned == [True, False, False]
 
 
-def test_a_norm_with_nan_is_not_loaded(llava, tmp_path):
-    model = attach(copy.deepcopy(llava))
-    with torch.no_grad():
-        attached_norms(model)[0].weight[0] = float("nan")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="mm_norm: NaN or infinity in weight"):
-        load_attached(str(tmp_path))
-
-
 @pytest.mark.parametrize("norm", attachable())
 def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, norm):
     model = attach(copy.deepcopy(llava), norm, "2x", eps=1e-12)
@@ -191,10 +175,8 @@ def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, nor
 
 
 def test_the_norm_has_the_projectors_dtype_and_can_be_fixed(llava):
-    model = attach(copy.deepcopy(llava).bfloat16(), "layernorm", learnable=False)
-    norm = model.model.multi_modal_projector.mm_norm
-    assert {p.dtype for p in norm.parameters()} == {torch.bfloat16}
-    assert not any(p.requires_grad for p in norm.parameters())
+    norms = attached_norms(attach(copy.deepcopy(llava).bfloat16(), "layernorm", learnable=False))
+    assert {(p.dtype, p.requires_grad) for p in norms[0].parameters()} == {(torch.bfloat16, False)}
 
 
 def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
@@ -206,8 +188,7 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
 
     model = copy.deepcopy(llava)
     names = "expected one of layernorm, gwc_layernorm, rmsnorm, gwc_rmsnorm, clip; found"
-    for norm in ("gwc_layernom", "none", "scale"):
-        refused(model, f"norm: {names} '{norm}'", norm)
+    refused(model, f"norm: {names} 'none'", "none")
     refused(model, "--mm_projector_norm_init: expected 'text_norm'", init="texts")
     refused(model, "projector= model.nothing: .* has no such module", projector="model.nothing")
     refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already")
@@ -223,7 +204,7 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     refused(model, "Own: expected a class of transformers")
 
 
-def test_a_model_with_an_adapter_gets_no_norm(llava):
+def test_a_model_or_a_folder_with_an_adapter_is_refused(llava, tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
     adapted = copy.deepcopy(llava)
@@ -233,9 +214,12 @@ def test_a_model_with_an_adapter_gets_no_norm(llava):
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     with pytest.raises(ValueError, match="PeftModelForCausalLM: expected a class of transformers, not yet wrapped"):
         attach(peft.get_peft_model(copy.deepcopy(llava), lora))
+    peft.get_peft_model(attach(copy.deepcopy(llava)), lora).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an adapter of PEFT; load its base, attach with the same arguments, then"):
+        load_attached(str(tmp_path))
 
 
-def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, tmp_path):
+def test_a_folder_without_record_or_without_the_norms_weights_or_with_nan_is_refused(llava, tmp_path):
     llava.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="plain: config.json has no llava_attached; expected a model that attach"):
         load_attached(str(tmp_path / "plain"))
@@ -244,30 +228,10 @@ def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, 
     model.save_pretrained(tmp_path / "lost", state_dict=weights)
     with pytest.raises(ValueError, match="but the weights lack model.multi_modal_projector.mm_norm.bias"):
         load_attached(str(tmp_path / "lost"))
-
-
-def test_the_folder_of_an_adapter_is_named_as_such(llava, tmp_path):
-    peft = pytest.importorskip("peft")
-    peft.get_peft_model(attach(copy.deepcopy(llava)), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ValueError, match="an adapter of PEFT; load its base, attach with the same arguments, then"):
-        load_attached(str(tmp_path))
-
-
-def test_options_that_say_where_a_folder_is_are_those_of_its_config_too(llava, tmp_path):
-    model = attach(copy.deepcopy(llava), "rmsnorm")
-    model.save_pretrained(tmp_path / "one")
-    attach(copy.deepcopy(llava), "layernorm").save_pretrained(tmp_path)
-    loaded = load_attached(str(tmp_path), subfolder="one")
-    assert loaded.config.to_dict()[RECORD] == model.config.to_dict()[RECORD]
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
-
-
-def test_the_other_loaders_of_this_tree_refuse_the_folder_and_say_how_to_load_it(llava, tmp_path):
-    attach(copy.deepcopy(llava)).save_pretrained(tmp_path)
-    with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
-        load_language_model(str(tmp_path))
+    attached_norms(model)[0].weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ValueError, match="mm_norm: NaN or infinity in weight"):
+        load_attached(str(tmp_path / "nan"))
 
 
 # --- training by others -----------------------------------------------------------------------------------------------
@@ -295,22 +259,6 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(llava, tmp_path):
     assert not torch.equal(state["lm_head.weight"], llava.lm_head.weight)
 
 
-def test_the_guard_is_a_field_that_the_config_does_not_set_again_when_it_is_loaded(llava, tmp_path, monkeypatch):
-    """As Step-3.7's and MiniMax-M3-VL's configs set the LLM's activation."""
-    text_class = type(llava.config.text_config)
-    init = text_class.__post_init__
-
-    def sets_again(config, **kwargs):
-        init(config, **kwargs)
-        config.hidden_act = "silu"
-
-    monkeypatch.setattr(text_class, "__post_init__", sets_again)
-    attach(copy.deepcopy(llava)).save_pretrained(tmp_path / "attached")
-    with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
-        type(llava).from_pretrained(tmp_path / "attached")
-    load_attached(str(tmp_path / "attached"))
-
-
 def test_a_second_copy_by_the_models_name_is_not_the_model_without_norm(llava, tmp_path):
     llava.save_pretrained(tmp_path)
     model = attach(type(llava).from_pretrained(tmp_path))
@@ -336,9 +284,3 @@ def test_peft_trains_saves_and_merges_the_projectors_norm(llava, tmp_path):
     assert torch.equal(logits(load_attached(str(tmp_path / "merged")), case), logits(merged, case))
     again = peft.PeftModel.from_pretrained(attach(copy.deepcopy(llava)), tmp_path / "adapter")
     assert torch.allclose(logits(again, case), expected, atol=1e-5)
-
-
-def test_importing_it_needs_torch_and_transformers_alone():
-    code = "import sys, llava.attach; print({'deepspeed', 'trl', 'datasets', 'tensorboard'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"

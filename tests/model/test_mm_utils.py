@@ -9,6 +9,7 @@ import numpy as np
 import PIL
 import pytest
 import torch
+from data_files import encoded, noise
 from paths import GOLDEN
 from PIL import Image
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
@@ -19,16 +20,15 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.mm_utils import (
     KeywordsStoppingCriteria,
-    expand2square,
     get_model_name_from_path,
     load_tokenizer,
     process_anyres_image,
     process_images,
-    process_prompt_images,
     save_tokenizer,
     to_rgb,
     tokenizer_image_token,
 )
+from llava.utils.pixels import upright
 
 LEVELS = np.load(GOLDEN / "images/levels.npz")
 PROCESSORS = {
@@ -72,16 +72,6 @@ def test_pixels_equal_those_of_upstreams_dataset(key):
     assert np.abs(levels(pixels[0], processor) - LEVELS[key]).max() <= 1.01
 
 
-def test_several_pictures_of_a_prompt_are_padded_where_one_is_cropped():
-    pictures, processor = [picture("rgb_200x31"), picture("rgb_40x80")], PROCESSORS["siglip"]
-    alone = process_prompt_images(pictures[:1], processor, config("anyres_max_4"))
-    assert [crops.shape[0] for crops in alone] == [1 + 3]
-    together = process_prompt_images(pictures, processor, config("anyres_max_4"))
-    assert torch.equal(torch.cat(together), process_images(pictures, processor, config("pad")))
-    batch = process_images(pictures, processor, config("anyres"))  # as upstream's function
-    assert [crops.shape[0] for crops in batch] == [1 + 3, 1 + 2]
-
-
 def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():
     exif = Image.Exif()
     exif[274] = 8
@@ -93,55 +83,6 @@ def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():
     assert not torch.equal(process_images([Image.open(buffer)], PROCESSORS["clip"], config("pad")), expected)
 
 
-def test_sixteen_bit_grey_is_scaled_not_clipped():
-    values = np.array(picture("i16_48x30")).astype(np.float64)
-    converted = np.array(to_rgb(picture("i16_48x30")))
-    assert np.abs(converted - (values / 65535 * 255)[..., None]).max() <= 0.51
-
-
-@pytest.mark.parametrize("size", [(150, 3), (150, 1), (1, 1), (3, 3), (1, 40)])
-def test_pictures_of_few_rows_are_resized_like_any_other(size):
-    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    image = Image.fromarray(values)
-    pixels = process_images([image], PROCESSORS["siglip"], config("square"))[0]
-    expected = np.array(image.resize((32, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
-    assert np.abs(levels(pixels, PROCESSORS["siglip"]) - expected).max() <= 1.01
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I", "I;16", "YCbCr"])
-def test_every_mode_becomes_rgb(mode):
-    converted = to_rgb(Image.new(mode, (4, 3)))
-    assert converted.mode == "RGB" and converted.size == (4, 3)
-
-
-def test_a_palette_with_a_transparency_table_keeps_its_colours():
-    image = Image.new("P", (2, 1), 1)
-    image.putpalette([0, 0, 0, 10, 200, 30])
-    image.info["transparency"] = bytes([0, 255])
-    assert to_rgb(image).getpixel((0, 0)) == (10, 200, 30)
-
-
-def test_expand2square_centres_the_picture_on_the_background():
-    square = np.array(expand2square(Image.new("RGB", (4, 2), (9, 8, 7)), (1, 2, 3)))
-    assert square.shape == (4, 4, 3)
-    assert (square[1:3] == (9, 8, 7)).all() and (square[[0, 3]] == (1, 2, 3)).all()
-    same = Image.new("RGB", (3, 3))
-    assert expand2square(same, (0, 0, 0)) is same
-
-
-def test_a_config_may_lack_every_field_and_pictures_are_stacked():
-    images = [picture("rgb_91x37"), picture("l_48x30")]
-    assert process_images(images, PROCESSORS["clip"], SimpleNamespace()).shape == (2, 3, 32, 32)
-
-
-def test_pixels_of_different_sizes_come_as_a_list():
-    processor = CLIPImageProcessorPil(do_resize=False, do_center_crop=False)
-    shapes = [
-        tuple(image.shape) for image in process_images([picture("rgb_91x37"), picture("l_48x30")], processor, None)
-    ]
-    assert shapes == [(3, 37, 91), (3, 30, 48)]
-
-
 def test_unknown_modes_say_what_is_known():
     images = [picture("rgb_1x1")]
     with pytest.raises(ValueError, match="'crop_split': expected 'square', 'pad', 'anyres', or 'anyres_max_N'"):
@@ -150,6 +91,35 @@ def test_unknown_modes_say_what_is_known():
         process_anyres_image(images[0], PROCESSORS["clip"], [[33, 64]])
     with pytest.raises(ValueError, match="at least one picture"):
         process_images([], PROCESSORS["clip"], config("pad"))
+
+
+def reopened(image: Image.Image, kind: str) -> Image.Image:
+    return Image.open(io.BytesIO(encoded(image, kind)))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_modes_of_8_bits_become_the_rgb_of_pillow(mode):
+    image = noise("RGB").convert("L").convert("1") if mode == "1" else noise("RGB").convert(mode)
+    assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
+def test_16_bit_grey_of_every_format_is_scaled_by_its_full_range(kind):
+    levels = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    ours = np.asarray(to_rgb(reopened(Image.fromarray(levels), kind))).astype(float)
+    assert np.abs(ours - levels[..., None] / 257).max() <= 1.01
+
+
+def test_a_picture_is_turned_once_and_damaged_exif_data_turn_nothing():
+    exif = Image.Exif()
+    exif[274] = 6
+    once = upright(reopened(noise(), "PNG"), "exif")
+    image = Image.open(io.BytesIO(encoded(noise(), "PNG", exif=exif)))
+    once = upright(image, "exif")
+    assert once.size == image.size[::-1] and upright(once, "exif") is once and upright(image, "stored") is image
+    image.info["exif"] = b"Exif\0\0MM\0*\xff\xff"
+    image._exif = None
+    assert upright(image, "exif") is image
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -170,15 +140,6 @@ def test_ids_of_a_tokenizer_without_bos_hold_only_the_text():
     ids = tokenizer_image_token("Hi <image>\nyou", tokenizer)
     place = ids.index(IMAGE_TOKEN_INDEX)
     assert tokenizer.decode(ids[:place]) == "Hi " and tokenizer.decode(ids[place + 1 :]) == "\nyou"
-
-
-def test_ids_come_as_a_one_dimensional_tensor_on_request():
-    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/llama"))
-    ids = tokenizer_image_token("a<image>b", tokenizer, 7, return_tensors="pt")
-    assert ids.dtype == torch.long and ids.ndim == 1
-    assert ids.tolist() == tokenizer_image_token("a<image>b", tokenizer, image_token_index=7)
-    with pytest.raises(ValueError, match="'np': expected None or 'pt'"):
-        tokenizer_image_token("a", tokenizer, return_tensors="np")
 
 
 def test_a_bos_that_the_prompt_writes_is_not_doubled():
@@ -205,17 +166,9 @@ def test_merges_follow_the_scores_of_the_sentencepiece_file(tmp_path):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("liuhaotian/llava-v1.5-7b", "llava-v1.5-7b"),
-        ("/a/llava-lora/checkpoint-100/", "llava-lora_checkpoint-100"),
-        ("checkpoint-5", "checkpoint-5"),
-        ("llava", "llava"),
-    ],
-)
-def test_model_name_is_the_folders(path, name):
-    assert get_model_name_from_path(path) == name
+def test_model_name_is_the_folders():
+    assert get_model_name_from_path("liuhaotian/llava-v1.5-7b") == "llava-v1.5-7b"
+    assert get_model_name_from_path("/a/llava-lora/checkpoint-100/") == "llava-lora_checkpoint-100"
 
 
 @pytest.mark.parametrize("with_prompt", [True, False])
@@ -267,14 +220,3 @@ def test_pixels_are_bit_for_bit_the_processors(name, size):
     expected = processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
     pixels = process_images([image], processor, None)
     assert pixels.dtype == expected.dtype and torch.equal(pixels, expected)
-
-
-def test_a_reduced_decoding_would_give_other_pixels(tmp_path):
-    """Why pictures are decoded in full."""
-    levels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(levels).resize((512, 512), Image.Resampling.BICUBIC).save(tmp_path / "a.jpg", quality=95)
-    whole, reduced = Image.open(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg")
-    reduced.draft("RGB", (128, 128))
-    assert reduced.size == (128, 128)
-    sizes = [np.asarray(image.resize((128, 128), Image.Resampling.BICUBIC)) for image in (whole, reduced)]
-    assert not np.array_equal(*sizes)

@@ -1,7 +1,6 @@
 """Padding-free batches: whatever the backend and the loss head, loss and gradients are those of each sample alone."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make
 from torch.nn import functional as F
-from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from llava.constants import IGNORE_INDEX
-from llava.data.sampler import RandomOrder, StepSampler, assigned_by_length, assigned_in_order, balanced_groups
+from llava.data.sampler import RandomOrder, StepSampler, assigned_by_length, assigned_in_order
+from llava.layout import lay_out, pad_layout
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
 from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss, rows_at_a_time
 
@@ -26,6 +24,7 @@ def model(tiny):
     return model
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("limit", [None, 6])
 @pytest.mark.parametrize("name", BATCHES)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(model, name, limit):
@@ -40,76 +39,16 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(model, na
             torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_samples_of_a_row_do_not_see_each_other(model, backend):
-    """A different second sample changes nothing at all in the first and the third."""
-    model.padding_free, model.config.tokenizer_model_max_length = True, None
-    model.config._attn_implementation = backend
-    rows = []
-    hook = model.get_model().norm.register_forward_hook(lambda module, args, out: rows.append(out[0]))
-    samples = [[5, IMG, 6, 7], [8, 9, 10, 11, 12], [13, 14, IMG, 15]]
-    for second in (samples[1], [20, 21, 22, 23, 24]):
-        inputs = batch([samples[0], second, samples[2]])
-        model(**inputs)
-    hook.remove()
-    first, other = rows
-    changed = (first != other).any(dim=-1).nonzero().flatten().tolist()
-    assert changed == list(range(7, 12))
-
-
-def test_a_sample_that_is_not_learnt_from_shifts_no_targets(model):
-    """The last token of a sample never predicts the first of the next."""
-    model.padding_free, model.config.tokenizer_model_max_length = True, None
-    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    only_first = torch.tensor([[IGNORE_INDEX] * 3, [8, IGNORE_INDEX, IGNORE_INDEX]])
-    assert model(input_ids=ids, labels=only_first).loss.item() == 0
-
-
-def test_half_precision_on_a_cpu_is_computed_in_fp32():
+@pytest.mark.numeric
+def test_a_cpu_attends_over_packed_samples_in_fp32_also_under_autocast():
     torch.manual_seed(0)
-    query, key, value = torch.randn(1, 6, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
-    lengths = [2, 7]
-    exact, _ = segments_attention(None, query, key, value, None, segment_lengths=lengths)
-    half, _ = segments_attention(None, *(x.bfloat16() for x in (query, key, value)), None, segment_lengths=lengths)
-    rounded = [x.bfloat16().float() for x in (query, key, value)]
-    expected, _ = segments_attention(None, *rounded, None, segment_lengths=lengths)
-    assert torch.equal(half, expected.bfloat16())
-    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 40], [70] * 3, [130, 71, 3], [300, 299], [1100]], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_every_backend_equals_float64_at_every_length(backend, lengths, dtype, tolerance):
-    """Outputs and gradients [1, heads, T, C] against each sample's softmax(q k / sqrt(C)) v, relative to their norm.
-
-    A query's gradient is zero where it sees one key; what rounding leaves there is relative to the output's gradient.
-    """
-    torch.manual_seed(0)
-    total = sum(lengths)
-    shapes = {"query": (1, 6, total, 8), "key": (1, 2, total, 8), "value": (1, 2, total, 8)}
-    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes.values()]
-    weights = torch.randn(1, total, 6, 8)
-    sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    visible = (sample[:, None] == sample) & torch.ones(total, total, dtype=torch.bool).tril()
-
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    query, key, value = (x.repeat_interleave(6 // x.shape[1], 1) for x in exact)
-    scores = (query @ key.transpose(2, 3) / 8**0.5).masked_fill(~visible, -torch.inf)
-    expected = (scores.softmax(-1) @ value).transpose(1, 2)
-
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=3, training=False)
-    mask, options = None, {"segment_lengths": lengths}
-    if backend != SEGMENTS:
-        mask, options = torch.zeros(total, total, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min), {}
-        mask = mask[None, None]
-    attention = AttentionInterface().get(backend, eager_attention_forward)
-    found, _ = attention(module, *inputs, mask, scaling=8**-0.5, dropout=0.0, **options)
-    for output in (expected, found):
-        (output * weights).sum().backward()
-    for ours, theirs in zip((found, *(x.grad for x in inputs)), (expected, *(x.grad for x in exact)), strict=True):
-        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm() + 1e-6 * weights.norm()
+    query, key, value = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    parts = [x.float().split([5, 7], dim=2) for x in (query, key, value)]
+    samples = zip(*parts, strict=True)
+    expected = [F.scaled_dot_product_attention(*sample, is_causal=True, enable_gqa=True) for sample in samples]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = segments_attention(None, query, key, value, None, segment_lengths=[5, 7])
+    assert torch.equal(output, torch.cat(expected, dim=2).transpose(1, 2).bfloat16())
 
 
 def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model):
@@ -121,10 +60,8 @@ def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model)
         results = []
         for backend in ("sdpa", SEGMENTS):
             model.config._attn_implementation = backend
-            logits = model(**inputs).logits.detach()
-            results.append(
-                (logits, model.generate(inputs["input_ids"][:1], images=inputs["images"][:2], max_new_tokens=4))
-            )
+            answer = model.generate(inputs["input_ids"][:1], images=inputs["images"][:2], max_new_tokens=4)
+            results.append((model(**inputs).logits.detach(), answer))
     finally:
         model.train()
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -137,31 +74,72 @@ def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):
         packed_attention("paged", torch.device("cpu"), torch.float32)
 
 
+# --- layouts against loops over samples and tokens --------------------------------------------------------------------
+
+SAMPLES = [[5, IMG, 6], [7], [IMG, 8, IMG, IMG, 9]]
+WIDTHS = [2, 3, 1, 2]  # visual tokens of the four images
+
+
+def laid_out(max_length=None, widths=WIDTHS):
+    longest = max(map(len, SAMPLES))
+    ids = torch.tensor([s + [0] * (longest - len(s)) for s in SAMPLES])
+    mask = torch.tensor([[True] * len(s) + [False] * (longest - len(s)) for s in SAMPLES])
+    return lay_out(ids, mask, ids.where(ids != IMG, IGNORE_INDEX), widths, max_length)
+
+
+def by_hand(max_length):
+    """For every sample a list of (input, target) per position; visual tokens are numbered over all samples."""
+    widths, row, samples = iter(WIDTHS), 0, []
+    for sample in SAMPLES:
+        rows = []
+        for token in sample:
+            if token == IMG:
+                width = next(widths)
+                rows += [(f"visual {row + i}", IGNORE_INDEX) for i in range(width)]
+                row += width
+            else:
+                rows.append((token, token))
+        samples.append(rows[:max_length])
+    return samples
+
+
+@pytest.mark.parametrize("max_length", [None, 1, 2, 3, 4, 5])
+def test_images_may_have_different_numbers_of_tokens_and_be_cut_anywhere(max_length):
+    layout, expected = laid_out(max_length), by_hand(max_length)
+    table = ["zeros", *layout.text_ids.tolist(), *(f"visual {i}" for i in range(sum(WIDTHS)))]
+    assert [table[i] for i in layout.source[0].tolist()] == [token for rows in expected for token, _ in rows]
+    assert layout.labels[0].tolist() == [label for rows in expected for _, label in rows]
+    assert layout.position_ids[0].tolist() == [i for rows in expected for i in range(len(rows))]
+    assert layout.lengths == [len(rows) for rows in expected] == layout.cu_seqlens.diff().tolist()
+    assert layout.attention_mask is None
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("max_length", [None, 2])
+def test_targets_are_predicted_by_the_row_before_in_the_same_sample(side, max_length):
+    layout, expected = laid_out(max_length), by_hand(max_length)
+    layout = layout if side is None else pad_layout(layout, side)
+    longest, pairs = max(layout.lengths), []
+    for number, rows in enumerate(expected):
+        first = sum(layout.lengths[:number]) if side is None else number * longest
+        first += longest - len(rows) if side == "left" else 0
+        pairs += [(first + i - 1, label) for i, (_, label) in enumerate(rows) if i and label != IGNORE_INDEX]
+    assert list(zip(layout.predicting.tolist(), layout.targets.tolist(), strict=True)) == pairs
+    if side is not None:
+        assert layout.source.bool().equal(layout.attention_mask)
+
+
+def test_visual_tokens_of_too_few_images_are_an_error():
+    with pytest.raises(ValueError, match=r"4 image placeholders \(\[1, 0, 3\] per sample\).*of 3 images"):
+        laid_out(widths=WIDTHS[:3])
+
+
 # --- loss head --------------------------------------------------------------------------------------------------------
 
 
 def plain_loss(hidden_states, weight, targets):
     """From all logits at once."""
     return F.cross_entropy(F.linear(hidden_states, weight).float(), targets, reduction="sum")
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 64])
-@pytest.mark.parametrize("trained_head", [True, False])
-def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
-    monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)  # ten rows at a time
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, 16, generator=generator)
-    weight = torch.randn(50, 16, generator=generator)
-    targets = torch.randint(50, (rows,), generator=generator)
-    results = []
-    for function, dtype in ((chunked_loss, torch.float32), (plain_loss, torch.float64)):
-        h = hidden.to(dtype, copy=True).requires_grad_()
-        w = weight.to(dtype, copy=True).requires_grad_(trained_head)
-        loss = function(h, w, targets)
-        (3 * loss).backward()
-        results.append((loss, h.grad, w.grad if trained_head else torch.zeros(())))
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_few_rows_are_one_chunk_and_chunks_are_alike():
@@ -172,6 +150,7 @@ def test_few_rows_are_one_chunk_and_chunks_are_alike():
     assert rows_at_a_time(1100, 128_256, cpu) == 220
 
 
+@pytest.mark.numeric
 def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
     monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)
     torch.manual_seed(0)
@@ -186,6 +165,7 @@ def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.numeric
 def test_the_loss_in_a_step_is_that_of_all_logits(model, monkeypatch):
     inputs = batch(BATCHES["several_images"])
     loss, gradients = loss_and_gradients(model, True, SEGMENTS, **inputs)
@@ -210,11 +190,8 @@ LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
     deal=st.sampled_from(["evenly", "cap", "in order"]),
 )
 def test_each_step_is_assigned_exactly_in_equal_micro_batches_per_rank(lengths, ranks, micro, size, deal):
-    cap, order, step_size = (
-        4000 if deal == "cap" else None,
-        list(RandomOrder(len(lengths), seed=3)),
-        ranks * micro * size,
-    )
+    cap, order = 4000 if deal == "cap" else None, list(RandomOrder(len(lengths), seed=3))
+    step_size = ranks * micro * size
     deal = partial(assigned_in_order, batch_size=size) if deal == "in order" else partial(
         assigned_by_length, lengths=lengths, micro_batches=micro, max_tokens=cap
     )  # fmt: skip
@@ -251,13 +228,6 @@ def test_llavas_slices_go_round_the_ranks():
     assert assigned_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
     assert assigned_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
     assert assigned_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
-
-
-def test_groups_are_within_one_sample_of_even():
-    lengths = torch.randint(50, 2000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    sums = [sum(lengths[i] for i in group) for group in balanced_groups(lengths, 8)]
-    assert max(sums) - min(sums) <= min(lengths)
-    assert max(sums) <= 1.01 * sum(lengths) / 8
 
 
 def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():

@@ -9,6 +9,7 @@ from training import fit, flags, greedy_tokens, loaded
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

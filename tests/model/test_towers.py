@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from llava.mm_utils import process_images
-from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor, read_vision_config
+from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 
 # (tokens before the patches, width of the MLP)
@@ -68,6 +68,7 @@ def library_states(model_type, encoder, images):
         return encoder(**inputs, output_hidden_states=True).hidden_states
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [-2, -1, 2])
 def test_tokens_are_the_librarys_hidden_state_at_the_layer(saved, layer):
@@ -96,14 +97,6 @@ def test_a_tower_describes_its_sizes_and_layers(saved):
     assert len(tower.layers) == LAYERS - 1
 
 
-def test_config_alone_rebuilds_the_tower_and_its_names(saved):
-    _, folder, _ = saved
-    tower = load(folder)
-    again = build_vision_tower(type("Config", (), {"mm_vision_config": read_vision_config(str(folder))}))
-    again.load_state_dict(tower.state_dict())
-    assert all(name.startswith("vision_tower.vision_model.") for name in tower.state_dict())
-
-
 def test_exactly_the_parameters_listed_as_used_get_a_gradient(saved):
     _, folder, _ = saved
     tower = load(folder).train()
@@ -117,26 +110,6 @@ def test_the_giant_dinov2_has_a_gated_mlp():
     tower = TOWERS["dinov2"](TOWERS["dinov2"].config_class(**CONFIGS["dinov2"], use_swiglu_ffn=True))
     assert tower.gated_mlp and tower.mlp_width == 88
     assert tower(torch.randn(2, 3, SIDE, SIDE)).shape == (2, (SIDE // PATCH) ** 2, E)
-
-
-def test_training_mode_changes_nothing(saved):
-    _, folder, _ = saved
-    tower, images = load(folder), torch.randn(2, 3, SIDE, SIDE)
-    with torch.no_grad():
-        assert torch.equal(tower(images), tower.train()(images))
-
-
-def test_image_processor_gives_the_towers_square(saved):
-    _, folder, _ = saved
-    tower = load(folder)
-    processor = load_image_processor(str(folder), tower)
-    config = type("Config", (), {"image_aspect_ratio": "pad"})
-    levels = np.random.default_rng(0).integers(0, 256, (40, 31, 3), dtype=np.uint8)
-    pixels = process_images([Image.fromarray(levels)], processor, config)
-    assert pixels.shape == (1, 3, SIDE, SIDE)
-    processor.save_pretrained(folder)
-    again = process_images([Image.fromarray(levels)], load_image_processor(str(folder), tower), config)
-    assert torch.equal(again, pixels)
 
 
 def test_naflex_square_gets_the_pixels_of_its_own_processor(tmp_path):

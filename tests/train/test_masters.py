@@ -32,6 +32,7 @@ def with_masters(model, **options):
     return masters, optimizer
 
 
+@pytest.mark.numeric
 def test_gradients_of_micro_batches_are_added_up_in_fp32():
     model, xs = small(), torch.randn(5, 3, 8)
     masters, optimizer = with_masters(model, lr=0.1)
@@ -61,6 +62,7 @@ def test_a_parameter_without_a_gradient_in_a_step_is_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, masters.masters.values(), strict=True))
 
 
+@pytest.mark.numeric
 def test_steps_that_bf16_cannot_show_are_not_lost():
     model = small()
     start = model[0].weight.detach().clone()
@@ -110,6 +112,7 @@ def losses(tiny, folder, data, **options):
     return torch.tensor([json.loads(line)["loss"] for line in (folder / LOG_FILE).read_text().splitlines()[:200]])
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 def test_the_loss_of_200_steps_is_that_of_fp32(tiny, tmp_path):
     """Within 1e-3 of each step's loss; bf16 weights without masters lose the small steps and end well above it."""

@@ -140,6 +140,7 @@ def test_keys_and_values_survive_loading_and_saving(up, folders, model, tmp_path
     assert not lost
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("up", RESULTS)
 def test_visual_tokens_equal_upstreams(up, model):
     images = pool_images(up, [0, 1])
@@ -148,6 +149,7 @@ def test_visual_tokens_equal_upstreams(up, model):
     assert_close(model.encode_images(images), recorded(up)[f"projected_{suffix}"])
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("up", "name"), BATCHES)
 def test_prepared_inputs_loss_and_logits_equal_upstreams(up, name, model):
     override_config(model, up, name)
@@ -188,6 +190,7 @@ def test_prepared_inputs_loss_and_logits_equal_upstreams(up, name, model):
         assert output.loss.item() == pytest.approx(0 if (up, name) in NO_TARGETS else result["loss"], abs=1e-5)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("up", "name"), TRAINING_BATCHES)
 def test_training_gradients_equal_upstreams(up, name, model):
     override_config(model, up, name)
@@ -215,6 +218,7 @@ def upstreams_new_tokens(case: str) -> list[list[int]]:
     return [row[1:] for row in (outputs["out"] if case == "text_only" else outputs)]  # after a BOS as a placeholder
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("up", RESULTS)
 def test_greedy_answers_equal_upstreams(up, model):
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -115,6 +115,7 @@ def decay_qwen_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_twenty_steps_equal_upstreams(run, tmp_path, monkeypatch):
