@@ -182,15 +182,6 @@ def test_generation_stops_at_a_keyword_that_was_generated(with_prompt):
         assert stop(output, None).tolist() == [expected]
 
 
-def test_each_sequence_of_a_batch_stops_by_itself():
-    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied"))
-    rows = [tokenizer("aa#b").input_ids, tokenizer("aa<|im_end|>b").input_ids]
-    width = min(map(len, rows))
-    stop = KeywordsStoppingCriteria(["<|im_end|>"], tokenizer, torch.tensor([[IMAGE_TOKEN_INDEX, 5]]))
-    done = stop(torch.tensor([row[:width] for row in rows]), None)
-    assert done.dtype == torch.bool and done.tolist() == [False, True]
-
-
 def test_saved_tokenizer_is_the_same_for_older_releases(tmp_path):
     """They read the SentencePiece file, and take `legacy` for true if the config does not mention it."""
     source = GOLDEN / "train/inputs/llama"
