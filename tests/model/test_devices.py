@@ -71,7 +71,7 @@ def allowed(lengths: list[int], window: int | None) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.numeric
-@pytest.mark.parametrize("lengths", [[1, 2], [7, 1, 130], [1025, 3]], ids=str)
+@pytest.mark.parametrize("lengths", [[7, 1, 130], [1025, 3]], ids=str)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("backend", "dtype"), [(name, dtype) for dtype in DTYPES for name in backends(DEVICE, dtype)])
 def test_attention_over_packed_samples_equals_float64(backend, dtype, window, lengths):

@@ -53,7 +53,6 @@ def spliced(model, *samples):
     return inputs, embeds, mask
 
 
-@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, name):

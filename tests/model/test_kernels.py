@@ -32,7 +32,6 @@ def features_and_gradients(tower, pictures: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.numeric
 def test_a_compiled_tower_equals_the_plain_one_for_any_number_of_pictures():
     tower_class = TOWERS["clip_vision_model"]
     torch.manual_seed(0)

@@ -74,7 +74,6 @@ def test_forward_equals_float64_formula(name):
     torch.testing.assert_close(norm(x).double(), reference(norm, x), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("name", NORMALIZING)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
 def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
@@ -149,7 +148,6 @@ def test_same_gradients_under_activation_checkpointing(name, use_reentrant):
         assert torch.equal(plain[key], checkpointed[key])
 
 
-@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPENSATED)
 def test_same_gradients_under_torch_compile_and_no_compilation_for_another_gain(name):

@@ -68,7 +68,6 @@ def library_states(model_type, encoder, images):
         return encoder(**inputs, output_hidden_states=True).hidden_states
 
 
-@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [-2, -1, 2])
 def test_tokens_are_the_librarys_hidden_state_at_the_layer(saved, layer):
