@@ -104,7 +104,7 @@ def test_grids_may_be_written_in_pixels_or_crops():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: parse_pinpoints("(1x1),(1x2)", 10), "expected pairs of pixels"),  # upstream: all between the two
+        (lambda: parse_pinpoints("(1x1),(1x2),(2x1)", 10), "expected pairs of pixels"),  # upstream: all between
         (lambda: parse_pinpoints("__import__('os').getcwd()", 10), "expected pairs of pixels"),
         (lambda: parse_pinpoints(None, 10), "--image_grid_pinpoints None: expected pairs of pixels"),
         (lambda: parse_pinpoints([[10, 25]], 10), "10 x 25 pixels cannot be cut into squares of the vision tower's 10"),

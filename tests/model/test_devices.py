@@ -1,4 +1,4 @@
-"""Every device computes the same: norms, attention, loss heads, Liger's layers and whole models.
+"""Every device computes the same: attention, loss heads, Liger's layers and whole models.
 
 They run on the GPU where there is one, else on the CPU, so that they cannot rot where there is none.
 """
@@ -19,7 +19,6 @@ from benchmarks.train_step import backends, random_samples
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.model.attention import MASKED, SEGMENTS, packed_attention
 from llava.model.loss import _CHUNK_ELEMENTS, LMHead
-from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train.kernels import apply_liger, has_liger
 from llava.train.optim import set_trainable
 
@@ -30,7 +29,6 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Relative to the exact tensor's own norm; rounding to bf16 alone is 2e-3.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 needs_liger = pytest.mark.skipif(not CUDA or not has_liger(), reason="needs an NVIDIA GPU and liger-kernel")
 
 
