@@ -36,16 +36,8 @@ def test_the_last_value_of_a_flag_counts_and_each_stands_once():
     assert (flags.value("seed"), flags.value("max_steps"), flags.value("nothing")) == ("3", "4 5", "")
     assert flags.values() == {"full_decode": "True", "seed": "3", "max_steps": "4 5"}
     assert flags.with_value("full_decode", "False").words()[:2] == ["--full_decode", "False"]
-
-
-@pytest.mark.parametrize("words", [["--optim", ""], ["--optim="], ["--optim", "a", "--optim", ""]])
-def test_an_empty_value_leaves_the_flag_out(words):
-    assert parse_flags([*words, "--a", "-2"]).words() == ["--a", "-2"]
-
-
-def test_a_value_may_be_a_negative_number_or_hold_spaces_and_equal_signs():
-    flags = parse_flags(["--x", "-2", "--kwargs={'a': 1, 'b=c': 2}"])
-    assert (flags.value("x"), flags.value("kwargs")) == ("-2", "{'a': 1, 'b=c': 2}")
+    assert parse_flags(["--optim", "a", "--optim=", "--a", "-2"]).words() == ["--a", "-2"]  # empty: left out
+    assert parse_flags(["--kwargs={'a': 1, 'b=c': 2}"]).value("kwargs") == "{'a': 1, 'b=c': 2}"
 
 
 # --- batch ------------------------------------------------------------------------------------------------------------
@@ -57,13 +49,8 @@ def test_a_value_may_be_a_negative_number_or_hold_spaces_and_equal_signs():
 def test_global_batch_is_kept_for_any_number_of_devices(nodes, ranks, per_device):
     batch = resolve_batch(Devices(nodes, ranks, True), "256", per_device)
     assert batch.total == 256 == batch.per_device * batch.accumulation * nodes * ranks
-    assert str(batch).startswith("256 = ")
-
-
-@pytest.mark.parametrize(("per_device", "expected"), [("2", (2, 3, 48)), ("auto", (10, 3, 240))])
-def test_given_accumulation_decides_and_the_global_batch_follows(per_device, expected):
-    batch = resolve_batch(Devices(1, 8, True), "256", per_device, "3")
-    assert (batch.per_device, batch.accumulation, batch.total) == expected
+    given = resolve_batch(Devices(nodes, ranks, True), "256", per_device, "3")  # decides, and the batch follows
+    assert given.accumulation == 3 and given.total == 3 * given.per_device * nodes * ranks
 
 
 def test_batch_that_does_not_divide_is_refused_with_the_choices():
@@ -76,22 +63,11 @@ def test_batch_that_does_not_divide_is_refused_with_the_choices():
         resolve_batch(Devices(1, 7, False), "256", "2")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("NUM_GPUS", "two"),
-        ("NNODES", "-1"),
-        ("PER_DEVICE_BATCH", "08"),
-        ("GLOBAL_BATCH", "1.5"),
-        ("CPU_RANKS", "two"),
-        ("MAX_RESTARTS", "-1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("NUM_GPUS", "two"), ("NNODES", "-1"), ("GLOBAL_BATCH", "1.5")])
 def test_count_that_is_not_a_whole_number_is_refused_by_name(name, value):
     environment = {"NUM_GPUS": "8", "GLOBAL_BATCH": "256", name: value}
-    words = ["--per_device_train_batch_size", environment.get("PER_DEVICE_BATCH", "2"), "--output_dir", "out"]
     with pytest.raises(Refusal, match=f"^{name}={value} is not a whole number"):
-        resolve(environment, "train.py", words)
+        resolve(environment, "train.py", ["--per_device_train_batch_size", "2", "--output_dir", "out"])
 
 
 @pytest.mark.parametrize(
@@ -108,13 +84,9 @@ def test_batches_are_paired_by_length_where_devices_have_few_samples(gpus, group
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def test_visible_devices_are_counted():
+def test_devices_are_those_that_are_visible_and_that_slurm_gave():
     assert resolve_devices({"CUDA_VISIBLE_DEVICES": "2,3"}) == Devices(1, 2, True)
-    assert str(resolve_devices({"CUDA_VISIBLE_DEVICES": ""})) == "1 = 1 node x 1 CPU rank"
     assert resolve_devices({"CUDA_VISIBLE_DEVICES": "-1", "CPU_RANKS": "2", "NNODES": "3"}).total == 6
-
-
-def test_a_node_to_which_slurm_gave_fewer_gpus_is_named():
     assert resolve_devices({"NUM_GPUS": "4", "SLURM_GPUS_ON_NODE": "8"}).total == 4
     with pytest.raises(Refusal, match=r"^NUM_GPUS=8: SLURM gave this node SLURM_GPUS_ON_NODE=4; "):
         resolve_devices({"NUM_GPUS": "8", "SLURM_GPUS_ON_NODE": "4"})
@@ -145,8 +117,6 @@ def test_cpu_quota_of_the_control_group(tmp_path):
     ("flags", "name"),
     [
         ("fpu avx2", "AMD EPYC with AVX2"),
-        ("fpu avx2 avx512f", "AMD EPYC with AVX-512"),
-        ("avx2 avx512f avx512_bf16 fpu", "AMD EPYC with AVX-512 bf16"),
         ("avx2 avx512f avx512_bf16 amx_bf16", "AMD EPYC with AMX bf16"),
         ("fpu", "AMD EPYC"),
     ],
@@ -255,20 +225,13 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
 
 
-@pytest.mark.parametrize(
-    ("python", "has", "expected"),
-    [
-        (sys.executable, False, "none"),
-        (sys.executable, True, "tensorboard"),
-        (".venv/bin/python", False, "tensorboard"),
-    ],
-)
-def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monkeypatch, python, has, expected):
-    monkeypatch.setattr("llava.launch.plan.find_spec", lambda name: has or None)
+def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monkeypatch):
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out", "--report_to"]
-    environment = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1", "PYTHON_BIN": python}
-    assert resolve(environment, "e", [*words, "auto"]).flags.value("report_to") == expected
-    assert resolve(environment, "e", [*words, "wandb"]).flags.value("report_to") == "wandb"
+    for python, expected in ((sys.executable, "none"), (".venv/bin/python", "tensorboard")):
+        monkeypatch.setattr("llava.launch.plan.find_spec", lambda name: None)
+        environment = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1", "PYTHON_BIN": python}
+        assert resolve(environment, "e", [*words, "auto"]).flags.value("report_to") == expected
+        assert resolve(environment, "e", [*words, "wandb"]).flags.value("report_to") == "wandb"
 
 
 @pytest.mark.parametrize(("option", "state"), [("", "found"), ("-S", "MISSING")])  # -S: without installed packages
@@ -309,36 +272,16 @@ def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 
-@pytest.mark.parametrize(("name", "gated"), [("meta-llama/Llama-3.2-3B-Instruct", True), ("Qwen/Qwen3-0.6B", False)])
-def test_a_gated_model_is_named_with_the_command_that_logs_in(name, gated):
-    devices = Devices(1, 1, True)
-    launch = resolve_launch({}, devices, "", "name", "python", 1)
-    (model,) = check_inputs({}, parse_flags(["--model_name_or_path", name, "--output_dir", "x"]), devices, launch)
-    assert model.state == "hub"
-    accept = f"gated: accept its licence at https://huggingface.co/{name}"
-    assert model.hint == (f"{accept}, then log in: hf auth login (or set HF_TOKEN)" if gated else "")
-
-
-def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
-    words = parse_flags(["--model_name_or_path", "llava/no-such-folder"])
-    devices = Devices(1, 1, True)
-    launch = resolve_launch({}, devices, "", "name", "python", 1)
-    assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
-
-
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("installed", "variables"),
     [
-        (["jemalloc", "tcmalloc"], {"LD_PRELOAD": "libtcmalloc.so.4"}),
-        (["jemalloc"], {"LD_PRELOAD": "libjemalloc.so.4", "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}),
         (
             ["jemalloc", "mimalloc"],
             {"LD_PRELOAD": "libmimalloc.so.4", "MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
         ),
-        ([], {}),
     ],
 )
 def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, installed, variables):
@@ -360,14 +303,6 @@ def test_no_library_is_loaded_that_was_made_outside_the_environment_and_the_syst
         (tmp_path / "llava" / name).touch()
     loaded = preloads({"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}, sys.executable).get("LD_PRELOAD", "")
     assert loaded in ("", wheels_mimalloc(sys.executable))
-
-
-def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_trains(tmp_path):
-    python, library = tmp_path / "bin/python", tmp_path / "lib/python3.11/site-packages/cmeel.prefix/lib"
-    assert wheels_mimalloc(str(python)) is None
-    library.mkdir(parents=True)
-    (library / "libmimalloc.so.3").touch()
-    assert wheels_mimalloc(str(python)) == str(library / "libmimalloc.so.3")
 
 
 @pytest.mark.parametrize(("written", "code"), [(True, 0), (False, 85)])

@@ -20,7 +20,8 @@ from run_inputs import inputs_in
 from shell import bash, only
 
 from llava.data.prepare import SOURCES
-from llava.launch.recipe import resolved_run
+from llava.launch.plan import as_json, resolve
+from llava.launch.settings import Refusal
 from llava.utils.processes import is_running
 from playground.options import PICTURES
 
@@ -49,21 +50,48 @@ FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
 LORA = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_rate": "2e-4", "mm_projector_lr": "2e-5"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 8])
-def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(count, tool_path, tmp_path):
-    """What the trainer then chooses for `auto` is tested in tests/train/test_auto.py."""
-    path = tool_path("nvidia-smi", f'for i in $(seq {count}); do echo "GPU $i: x"; done')
+LLAVA_1_5_AND_PAPER = {
+    "num_train_epochs": "1",
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": "0.03",
+    "weight_decay": "0.0",
+    "bf16": "True",
+    "tf32": "True",
+    "label_masking": "upstream",
+}
 
-    def check(preset, stage, lora):
-        run = resolved_run(stage, PATH=path, PRESET=preset, LORA=lora, HF_HOME=tmp_path, NORM="gwc_rmsnorm")
+
+@pytest.fixture
+def resolved(tmp_path):
+    """A function like `resolved_run`: the script's Python only writes down its call, which this process resolves."""
+    python = tmp_path / "recorder"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || { env -0; printf \'%s\\0\' --- "$@"; }\n')
+    python.chmod(0o755)
+
+    def run(stage: str, *flags: str, **variables: object) -> dict:
+        done = bash(f"scripts/{stage}.sh", *flags, PYTHON=python, **variables)
+        settings, called, words = done.stdout.partition("---\0")
+        assert called, done.stderr
+        environment = dict(line.split("=", 1) for line in settings.split("\0") if line)
+        _, _, entry, *words = words.removesuffix("\0").split("\0")
+        return json.loads(as_json(resolve(environment, entry, words)))
+
+    return run
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(preset, count, resolved, tmp_path):
+    """What the trainer then chooses for `auto` is tested in tests/train/test_auto.py."""
+    for stage, lora in (("pretrain", 0), ("finetune", 0), ("finetune", 1)):
+        run = resolved(stage, NUM_GPUS=count, PRESET=preset, LORA=lora, HF_HOME=tmp_path, NORM="gwc_rmsnorm")
         flags, by_memory = run["flags"], preset in FOR_ONE_CARD
-        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True}, preset
+        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True}
         chosen = [flags.get(name) == "auto" for name in ("deepspeed", "max_tokens_per_micro_batch")]
-        assert chosen == [by_memory, by_memory], preset
+        assert chosen == [by_memory, by_memory]
         batch = {"pretrain": 16, "finetune": 8} if preset == "demo" else {"pretrain": 256, "finetune": 128}
         sizes = run["batch"]
-        assert sizes["global"] == batch[stage] == count * sizes["per_device"] * sizes["accumulation"], preset
+        assert sizes["global"] == batch[stage] == count * sizes["per_device"] * sizes["accumulation"]
         models = [each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed")]
         gated = [each["value"] for each in models if "gated" in each["hint"]]
         assert gated == ["meta-llama/Llama-3.2-3B-Instruct"] * (preset == "llama-3.2-3b")
@@ -83,13 +111,7 @@ def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(co
             assert not {"lora_enable", "lora_r", "lora_alpha"} & flags.keys()
         assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
 
-    kinds = (("pretrain", 0), ("finetune", 0), ("finetune", 1)) if count > 1 else (("finetune", 0),)
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(check, preset, *kind) for preset in PRESETS for kind in kinds]:
-            done.result()
 
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "model", "version"),
     [
@@ -97,21 +119,10 @@ def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(co
         ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen_1_5"),
     ],
 )
-def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version):
-    stage1, stage2 = (resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"] for stage in STAGES)
-    shared = {
-        "model_name_or_path": model,
-        "vision_tower": "google/siglip-so400m-patch14-384",
-        "image_aspect_ratio": "square",
-        "lr_scheduler_type": "cosine",
-        "warmup_ratio": "0.03",
-        "weight_decay": "0.0",
-        "num_train_epochs": "1",
-        "max_steps": "-1",
-        "label_masking": "upstream",
-        "bf16": "True",
-        "tf32": "True",
-    }
+def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version, resolved):
+    stage1, stage2 = (resolved(stage, PRESET=preset, NUM_GPUS=8)["flags"] for stage in STAGES)
+    shared = LLAVA_1_5_AND_PAPER | {"model_name_or_path": model, "image_aspect_ratio": "square", "max_steps": "-1"}
+    shared["vision_tower"] = "google/siglip-so400m-patch14-384"
     for name, value in shared.items():
         assert (stage1[name], stage2[name]) == (value, value), name
     # The projector's gradients are not worth gathering the whole model for every micro-batch.
@@ -125,29 +136,21 @@ def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version
     assert Path(stage1["data_path"]).name == "blip_laion_cc_sbu_558k.json"
 
 
-LLAVA_1_5 = {
+LLAVA_1_5 = LLAVA_1_5_AND_PAPER | {
     "model_name_or_path": "lmsys/vicuna-7b-v1.5",
     "vision_tower": "openai/clip-vit-large-patch14-336",
     "mm_vision_select_layer": "-2",
     "mm_projector_type": "mlp2x_gelu",
     "mm_projector_norm": "none",
     "model_max_length": "2048",
-    "num_train_epochs": "1",
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": "0.03",
-    "weight_decay": "0.0",
-    "bf16": "True",
-    "tf32": "True",
-    "label_masking": "upstream",
 }
 
 
-@pytest.mark.slow
-def test_llava_1_5_has_the_numbers_of_llavas_scripts():
+def test_llava_1_5_has_the_numbers_of_llavas_scripts(resolved):
     """Those of haotian-liu/LLaVA c121f04, scripts/v1_5: pretrain.sh, finetune.sh and finetune_lora.sh, for 8 cards."""
     preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": 8}
-    first, second = (resolved_run(stage, **preset) for stage in STAGES)
-    lora = resolved_run("finetune", LORA=1, **preset)
+    first, second = (resolved(stage, **preset) for stage in STAGES)
+    lora = resolved("finetune", LORA=1, **preset)
     stage_1 = {"version": "plain", "learning_rate": "1e-3", "deepspeed": "deepspeed_configs/zero2.json"}
     stage_1 |= {"tune_mm_mlp_adapter": "True", "image_aspect_ratio": "square"}  # pretrain.sh does not pad
     stage_2 = {"version": "v1", "learning_rate": "2e-5", "deepspeed": "deepspeed_configs/zero3.json"}
@@ -163,10 +166,10 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts():
     assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
 
 
-def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it():
+def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it(resolved):
     preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": 8}
     for stage, name, images in (("pretrain", "llava-558k", "images.zip"), ("finetune", "llava-665k", ".")):
-        source, run = SOURCES[name], resolved_run(stage, **preset)
+        source, run = SOURCES[name], resolved(stage, **preset)
         (records,) = source.patterns if stage == "finetune" else source.patterns[:1]
         assert run["flags"]["data_path"] == f"{source.folder}/{records}"
         assert Path(run["flags"]["image_folder"]) == Path(source.folder, images)
@@ -176,36 +179,23 @@ def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it():
         assert len(read) == 2 and all(each["state"] == "found" or advice in each["hint"] for each in read)
 
 
-def test_deepspeed_auto_is_left_to_the_trainer():
-    run = resolved_run("finetune", DEEPSPEED_CONFIG="auto", NUM_GPUS=8)
-    assert run["flags"]["deepspeed"] == "auto" and "deepspeed" not in {each["what"] for each in run["inputs"]}
-
-
 @pytest.mark.parametrize(("stage", "gpus", "batch"), [("pretrain", 64, (2, 2, 256)), ("finetune", 32, (1, 4, 128))])
-def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
-    run = resolved_run(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
+def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch, resolved):
+    run = resolved(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
     assert (run["per_device"], run["accumulation"], run["global"]) == batch
 
 
-@pytest.mark.slow
-def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise():
+def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise(resolved):
     names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_image_folder")
-    assert not resolved_run("finetune", NUM_GPUS=8)["flags"].keys() & set(names)
-    run = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
+    assert not resolved("finetune", NUM_GPUS=8)["flags"].keys() & set(names)
+    run = resolved("finetune", NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
     flags = run["flags"]
     assert (flags["eval_data_path"], flags["eval_strategy"], flags["eval_steps"]) == ("/no/held.json", "steps", "500")
     assert ["MISSING", "/no/held.json"] in [[i["state"], i["value"]] for i in run["inputs"]]
-    flags = resolved_run("finetune", NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20)["flags"]
-    assert flags["eval_steps"] == "20"
 
 
-def test_an_empty_image_folder_is_honoured():
-    assert "image_folder" not in resolved_run("pretrain", PRESET="0.5b", NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
-
-
-def test_demo_preset_is_one_plain_process_on_a_cpu(monkeypatch):
-    monkeypatch.delenv("LLAVA_PYTHON", raising=False)
-    stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
+def test_demo_preset_is_one_plain_process_on_a_cpu(resolved):
+    stage1, stage2 = (resolved(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):
         assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
         assert "deepspeed" not in run["flags"]
@@ -217,40 +207,40 @@ def test_demo_preset_is_one_plain_process_on_a_cpu(monkeypatch):
     assert rates == ["2e-4", "2e-3", "1e-4"]
 
 
-def test_demo_data_chooses_pictures_records_and_tower():
+def test_demo_data_chooses_pictures_records_and_tower(resolved):
     for name in PICTURES:
-        flags = resolved_run("finetune", PRESET="demo", NUM_GPUS=0, DEMO_DATA=name)["flags"]
+        flags = resolved("finetune", PRESET="demo", NUM_GPUS=0, DEMO_DATA=name)["flags"]
         assert flags["data_path"] == f"playground/data/{name}/finetune.json"
         assert flags["image_folder"] == f"playground/data/{name}/images"
         assert flags["vision_tower"] == f"playground/data/siglip-{name}"
         assert flags["max_steps"] == ("140" if name == "probes" else "70")
-    refused = bash("scripts/pretrain.sh", PRESET="demo", DEMO_DATA="photos", DRY_RUN=1)
-    assert refused.returncode == 2 and "DEMO_DATA=photos is not one of: scenes stamps probes" in refused.stderr
 
 
-def test_liger_is_left_to_the_trainer_and_an_unknown_choice_is_refused():
-    assert resolved_run("pretrain", PRESET="demo", NUM_GPUS=0)["flags"]["use_liger_kernel"] == "auto"
-    with pytest.raises(ValueError, match="LIGER=yes is not one of: auto True False 1 0"):
-        resolved_run("pretrain", NUM_GPUS=8, LIGER="yes")
+def test_liger_is_left_to_the_trainer_and_an_unknown_choice_is_refused(resolved):
+    assert resolved("pretrain", PRESET="demo", NUM_GPUS=0)["flags"]["use_liger_kernel"] == "auto"
+    with pytest.raises(Refusal, match="LIGER=yes is not one of: auto True False 1 0"):
+        resolved("pretrain", NUM_GPUS=8, LIGER="yes")
 
 
-def test_environment_wins_over_preset_and_the_callers_flags_over_both():
+def test_environment_wins_over_preset_and_the_callers_flags_over_both(resolved):
     flags = ("--max_grad_norm", "0.5", "--learning-rate=5e-4")
-    run = resolved_run("pretrain", *flags, PRESET="demo", NUM_GPUS=0, MAX_STEPS=7, LEARNING_RATE="2e-4")
+    run = resolved("pretrain", *flags, PRESET="demo", NUM_GPUS=0, MAX_STEPS=7, LEARNING_RATE="2e-4")
     assert run["flags"]["max_steps"] == "7"
     assert run["command"][-3:] == list(flags)
     assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
 
 
-def test_folder_adapter_launcher_and_batch_follow_their_flags():
+def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
-    run = resolved_run("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
+    run = resolved("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
     assert run["flags"]["output_dir"] == "checkpoints/demo-rmsnorm-finetune"
     assert run["flags"]["run_name"] == "demo-rmsnorm-finetune"
     assert run["flags"]["pretrain_mm_mlp_adapter"] == "checkpoints/demo-rmsnorm-pretrain/mm_projector.bin"
     assert run["launcher"] == "deepspeed"
     assert run["batch"] == {"per_device": 2, "accumulation": 2, "global": 8}
-    without = resolved_run("finetune", "--deepspeed", "", "--output_dir", "a/b", NUM_GPUS=1)
+    assert "image_folder" not in resolved("pretrain", PRESET="0.5b", NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
+    assert resolved("finetune", DEEPSPEED_CONFIG="auto", NUM_GPUS=8)["flags"]["deepspeed"] == "auto"
+    without = resolved("finetune", "--deepspeed", "", "--output_dir", "a/b", NUM_GPUS=1)
     assert without["launcher"] == "python" and "deepspeed" not in without["flags"]
     assert (without["flags"]["output_dir"], without["flags"]["run_name"]) == ("a/b", "b")
 
@@ -270,39 +260,17 @@ def test_a_dry_run_shows_settings_command_and_inputs(tmp_path):
     assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
 
 
-def test_launcher_helps_with_no_package_installed():
-    """`-S` and `-I` leave out all that is installed beside the standard library."""
-    code = "import sys; sys.path.insert(0, '.'); import runpy; sys.argv = ['launch', '--help']; "
-    code += "runpy.run_module('llava.launch', run_name='__main__')"
-    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert told.returncode == 0 and "PRESET" in told.stdout, told.stderr
-
-
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("words", "variables", "said"),
     [
-        ({"PRESET": "nonsense"}, ["PRESET=nonsense", *PRESETS]),
-        ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES"]),
+        ([], {"PRESET": "nonsense"}, "PRESET=nonsense is not one of: "),
+        ([], {"DEMO_DATA": "photos", "PRESET": "demo"}, "DEMO_DATA=photos is not one of: scenes stamps probes"),
+        (["MAX_STEPS=3"], {}, "variables stand before the command"),
     ],
 )
-def test_wrong_variable_is_refused_with_what_is_expected(variables, said):
-    run = bash("scripts/pretrain.sh", **{"DRY_RUN": 1, "NUM_GPUS": 8, "LLAVA_PYTHON": sys.executable} | variables)
-    assert run.returncode == 2 and run.stderr.startswith("error: ")
-    assert all(text in run.stderr for text in said), run.stderr
-
-
-def test_words_after_the_script_that_are_not_flags_are_refused():
-    run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
-    assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr
-
-
-def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
-    (tmp_path / "mine.json").write_text("[]")
-    given = {"NUM_GPUS": 1, "DATA_PATH": "mine.json", "IMAGE_FOLDER": "no"}
-    run = bash(str(ROOT / "scripts/pretrain.sh"), cwd=tmp_path, COLUMNS=300, **given)
-    assert run.returncode == 2 and "MISSING" in run.stderr
-    assert f"MISSING  data           mine.json\n{'':<26}-> give {tmp_path}/mine.json: relative paths" in run.stdout
-    assert f"  relative paths start at {ROOT}\n" in run.stdout
+def test_what_the_shell_refuses_is_named(words, variables, said):
+    run = bash("scripts/pretrain.sh", *words, DRY_RUN=1, NUM_GPUS=8, **variables)
+    assert run.returncode == 2 and run.stderr.startswith("error: ") and said in run.stderr
 
 
 # --- launch kinds -----------------------------------------------------------------------------------------------------
@@ -311,38 +279,6 @@ def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
 def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
     path = tool_path("nvidia-smi", 'printf "GPU 0: a\\nGPU 1: b\\nGPU 2: c\\nGPU 3: d\\n"')
     assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
-
-
-@pytest.mark.parametrize(("stage", "nodes", "global_batch"), [("pretrain", 8, 256), ("finetune", 4, 128)])
-def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool_path, tmp_path):
-    tool_path("scontrol", "printf 'node-7\\nnode-8\\n'")
-    path = tool_path("srun", f'printf "%s\\n" "$@" >"{tmp_path}/srun"; shift 5; DRY_RUN=1 SLURM_NODEID=1 exec "$@"')
-    slurm = {
-        "SLURM_SUBMIT_DIR": ROOT,
-        "SLURM_JOB_ID": 123456,
-        "SLURM_JOB_NODELIST": "node-[7-8]",
-        "SLURM_JOB_NUM_NODES": nodes,
-        "SLURM_GPUS_ON_NODE": 8,
-        "SLURM_CPUS_PER_TASK": 32,
-        "LLAVA_PYTHON": "bash",
-        "PRETRAIN_ADAPTER": "",
-        "COLUMNS": 300,
-    } | inputs_in(tmp_path)
-    copy = tmp_path / "slurm_script"  # SLURM runs a copy from its own folder
-    shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", copy)
-    run = bash(str(copy), "--max_grad_norm", "0.5", path=path, **slurm)
-    assert run.returncode == 0, run.stderr
-    command = run.stdout.replace("\\\n", " ")
-    assert f"-m torch.distributed.run --nnodes {nodes} --nproc_per_node 8 --node_rank 1" in command
-    assert "--master_addr node-7 --master_port 23456" in command
-    assert f"  global batch         {global_batch} = " in run.stdout
-    assert "--cpus-per-task=32" in (tmp_path / "srun").read_text()
-    assert (tmp_path / "srun").read_text().endswith(f"scripts/{stage}.sh\n--max_grad_norm\n0.5\n")
-    assert "MISSING  NODE_RANK" not in run.stdout
-
-    header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
-    assert f"#SBATCH --nodes={nodes}\n" in header
-    assert "#SBATCH --ntasks-per-node=1\n" in header
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -363,13 +299,10 @@ def save(*_):
         checkpoint.mkdir(parents=True)
         (checkpoint / "complete.json").touch()
         os._exit(0)
-if behaviour != "loads":
-    signal.signal(signal.SIGUSR1, save)
-    signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGTERM, save)
 if behaviour.startswith("SIG"):
     os.kill(os.getpid(), getattr(signal, behaviour))
-if behaviour == "leaves":
-    os._exit(4)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print("ready", worker.pid, flush=True)
@@ -408,26 +341,15 @@ def when_ready(process: subprocess.Popen) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
+def test_ctrl_c_lets_the_ranks_save_and_asks_for_another_start(start):
     process = start("saves")
     worker = when_ready(process)
-    os.killpg(process.pid, sent)  # as a terminal does with Ctrl-C
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does with Ctrl-C
     _, stderr = process.communicate(timeout=20)
     os.kill(worker, signal.SIGKILL)
     assert process.returncode == 85, stderr
-    assert f"{sent.name} received: the ranks save after the current step and stop" in stderr
-    assert ("Ctrl-C again" in stderr) == (sent == signal.SIGINT)
+    assert "SIGINT received: the ranks save after the current step and stop" in stderr and "Ctrl-C again" in stderr
     assert "was killed" not in stderr and "Traceback" not in stderr
-
-
-def test_a_signal_before_training_ends_the_run_and_asks_for_another_start(start):
-    process = start("loads")
-    worker = when_ready(process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
-    os.kill(worker, signal.SIGKILL)
-    assert process.returncode == 85 and "before training" in stderr and "was killed" not in stderr
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(start):
@@ -446,19 +368,11 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
     raise AssertionError("what the rank had started lives on")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("behaviour", "code", "said"),
-    [
-        ("SIGKILL", 137, "ended without a message: .* it was killed, by hand or because memory ran out"),
-        ("leaves", 4, None),
-    ],
-)
-def test_a_rank_is_reported_as_killed_only_if_it_was(start, behaviour, code, said):
-    process = start(behaviour)
+def test_a_rank_that_was_killed_is_reported_as_killed(start):
+    process = start("SIGKILL")
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert re.search(said, stderr) if said else "ended without" not in stderr
+    assert process.returncode == 137
+    assert re.search("ended without a message: .* it was killed, by hand or because memory ran out", stderr)
 
 
 def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
@@ -469,15 +383,6 @@ def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
-
-
-def test_a_real_run_refuses_missing_inputs_with_the_same_list(tmp_path):
-    output = tmp_path / "out"
-    run = bash("scripts/pretrain.sh", NUM_GPUS=8, DATA_PATH="/no/such/file.json", OUTPUT_DIR=output)
-    assert run.returncode == 2
-    assert "MISSING  data           /no/such/file.json" in run.stdout
-    assert "MISSING" in run.stderr
-    assert not output.exists()
 
 
 def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
@@ -605,13 +510,6 @@ def test_liger_comes_with_a_cuda_pytorch_unless_extras_are_chosen(setup):
     assert setup.calls()[-1].endswith("-e .[train]")
 
 
-def test_setup_reruns_on_changed_requirements_and_keeps_the_environment(setup):
-    setup()
-    (setup.tree / "constraints.txt").write_text((setup.tree / "constraints.txt").read_text() + "\n# changed\n")
-    setup()
-    assert len(setup.calls()) == 5 and setup.calls().count("venv") == 1
-
-
 def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     setup(EXTRAS="dev")
     setup(EXTRAS="eval")
@@ -622,11 +520,6 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     refused = setup(EXTRAS="dev,nonsense")
     assert refused.returncode != 0
     assert "nonsense" in refused.stderr and "playground" in refused.stderr
-
-
-def test_setup_refuses_what_would_bring_an_older_pillow(setup):
-    refused = setup(EXTRAS="train,web")
-    assert refused.returncode != 0 and "docs/chat.md" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_setup_that_failed_shows_pips_words_and_starts_again(setup):

@@ -64,9 +64,13 @@ def test_what_an_earlier_start_left_behind_does_not_requeue_a_failed_one(job):
     assert not job("hangs", "fails", KILL_WAIT=1).requeued
 
 
-def test_a_run_that_ends_is_not_requeued(job):
-    run = job("ends", "ends")
+def test_a_run_that_ends_is_not_requeued_and_its_tasks_are_torchruns_with_one_meeting_point(job, tmp_path):
+    run = job("ends", "ends", MASTER_ADDR="")
     assert run.returncode == 0 and not run.requeued and not run.state.exists()
+    assert "--export=ALL\n" in (tmp_path / "ready/options").read_text()
+    command = run.stdout.replace("\\\n", " ")
+    assert "-m torch.distributed.run --nnodes 2 --nproc_per_node 8 --node_rank 1" in " ".join(command.split())
+    assert "--master_addr node-7 " in command
 
 
 @pytest.mark.slow
@@ -75,14 +79,3 @@ def test_a_job_always_signalled_before_its_first_step_is_given_up(job):
     assert [run.requeued for run in runs] == [True, True, True, False]
     assert runs[-1].returncode == 2 and "give more time (sbatch --time=...)" in runs[-1].stderr
     assert not runs[-1].state.exists()
-
-
-def test_variables_reach_the_tasks_whatever_sbatch_was_told_to_export(job, tmp_path):
-    job("ends", "ends")
-    assert "--export=ALL\n" in (tmp_path / "ready/options").read_text()
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_the_batch_files_ask_for_a_signal_in_time_and_may_be_requeued(stage):
-    header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
-    assert "#SBATCH --signal=USR1@" in header and "#SBATCH --requeue\n" in header

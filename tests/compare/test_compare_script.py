@@ -1,19 +1,15 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
 import os
-import subprocess
-import sys
-import time
+import signal
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
-import study_stub
+from comparison_runs import Caller
 from paths import ROOT
-from run_inputs import inputs_in
-from shell import kill, new_lines, only
+from shell import kill
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
@@ -27,82 +23,25 @@ from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE
 
 
-@pytest.fixture
-def compare(tmp_path):
-    """A function that runs the script, or with `start` starts it, and one that returns and clears the calls."""
-    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
-    python.chmod(0o755)
-    env = {"LLAVA_PYTHON": python, "CALLS": calls, "DATA": tmp_path / "data.json"} | inputs_in(tmp_path)
-    env |= {"NUM_GPUS": 1, "DEEPSPEED_CONFIG": "", "LAUNCHER": "python", "HOME": tmp_path, "PYTHONPATH": ROOT}
-    env |= {"ANALYSIS": "theory", "BF16": "False"}
-
-    def run(*flags, start=False, **extra):
-        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
-        variables = only(**env | extra)
-        if not start:
-            return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-        return subprocess.Popen(words, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
-
-    run.out = out
-    return run, new_lines(calls)
-
-
-def wait_for(line, seen):
-    lines = []
-    for _ in range(900):
-        time.sleep(0.1)
-        lines += seen()
-        if line in lines:
-            return
-    raise AssertionError(f"{line} never came: {lines}")
-
-
 @pytest.mark.slow
-def test_every_step_in_order_and_a_rerun_trains_nothing(compare):
-    run, seen = compare
+def test_every_step_in_order_a_killed_call_leaves_a_lock_and_a_rerun_resumes_or_trains_nothing(tmp_path):
+    call = Caller(tmp_path, "run", NUM_GPUS=1, LAUNCHER="python", ANALYSIS="theory", DATA=tmp_path / "data.json")
     flags = ("--arms", "none,layernorm@default", "--seeds", "7,", "--tasks", "pope")
-    done = run(*flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert seen() == [
-        "train 7 none pretrain",
-        "train 7 none finetune",
-        "evaluate none",
-        "train 7 layernorm@default pretrain",
-        "train 7 layernorm@default finetune",
-        "evaluate layernorm@default",
-        "measure theory analysis",
-    ]
-    assert (run.out / "report.html").is_file()
-    assert run(*flags).returncode == 0
-    again = ["evaluate none", "evaluate layernorm@default", "measure theory analysis"]
-    assert seen() == again  # which find out what is finished
-
-
-@pytest.mark.slow
-def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
-    run, seen = compare
-    done = run("--arms", "none,layernorm", OTHER="train 42 layernorm pretrain")
-    assert done.returncode == 2 and "training.learning_rate: 1.0 (none, seed 42), 2.0 (layernorm" in done.stderr
-    assert seen()[-1] == "train 42 layernorm pretrain"
-
-
-@pytest.mark.slow
-def test_killed_while_training_a_rerun_waits_for_the_training_and_resumes(compare):
-    run, seen = compare
-    process = run("--arms", "none,layernorm", start=True, HANGS="train 42 layernorm pretrain")
-    wait_for("train 42 layernorm pretrain", seen)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait(timeout=60)
-    locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)  # the training lives on and writes into the folder
-    assert locked.returncode == 2 and "waiting for its end" in locked.stderr and not seen()
+    last = "train 7 layernorm@default pretrain"
+    calls, _, _, family = call.signalled(last, signal.SIGKILL, *flags, HANGS=last)
+    assert calls == ["train 7 none pretrain", "train 7 none finetune", "evaluate none", last]
+    locked = call(*flags, LOCK_SECONDS=1)  # the training lives on and writes into the folder
+    assert locked.returncode == 2 and "waiting for its end" in locked.stderr and not call.seen()
     assert "in use by another call or by a training that it left; wait for its end" in locked.stderr
     kill(family)
-    done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
+    done = call(*flags, LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
-    trained = [line for line in seen() if line.startswith("train")]
-    assert trained == [f"train 42 layernorm {stage}" for stage in ("pretrain", "finetune")]
+    measured = ["evaluate none", "evaluate layernorm@default", "measure theory analysis"]
+    lines = call.seen()
+    assert [line for line in lines if line.startswith("train")] == [last, "train 7 layernorm@default finetune"]
+    assert [line for line in lines if not line.startswith("train")] == measured
+    assert (call.out / "report.html").is_file()
+    assert call(*flags).returncode == 0 and call.seen() == measured  # which find out what is finished
 
 
 @pytest.mark.parametrize(
@@ -110,12 +49,9 @@ def test_killed_while_training_a_rerun_waits_for_the_training_and_resumes(compar
     [
         (["--preset", "no"], "--preset: invalid choice: 'no'"),
         (["--seeds", "0"], "--seeds 0"),
-        (["--seeds", "1,1"], "seed twice"),
         (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
         (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
         (["--arms", "layernorm,none"], "baseline"),
-        (["--arms", "none,none"], "arm twice"),
-        (["--arms", "none,none@default"], "none@default"),
         (["--epochs", "3"], "--epochs"),
     ],
 )
@@ -181,15 +117,6 @@ def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_pa
     assert not refused & {"DATA_PATH", "IMAGE_FOLDER", "MODEL_PATH", "LEARNING_RATE", "EVAL_DATA_PATH", "LORA"}
 
 
-def test_the_demo_s_pictures_give_way_to_the_caller_s_data_and_stamps_are_fetched_only_for_their_task(tmp_path):
-    comparison = Comparison(DEMO, ["none", "layernorm"], [42], tmp_path)
-    assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
-    comparison.tasks = "scenes"
-    assert comparison.prepared() == ["smollm2", "scenes", "tower", "heldout"]
-    comparison.tasks = "stamps"
-    assert comparison.prepared() == ["smollm2", "scenes", "stamps", "tower", "heldout"]
-
-
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"])
 def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path, weights):
     assert not is_finished(tmp_path)
@@ -197,6 +124,23 @@ def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path,
     assert not is_finished(tmp_path)
     (tmp_path / weights).touch()
     assert is_finished(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question_id": 1, "text": "Is it?"}, "no expected answer"),
+        ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "yes_no"}, "'3' cannot be the expected answer"),
+        ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is also that of"),
+    ],
+)
+def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys, record, message):
+    good = {"question_id": 0, "text": "Was it?", "expected": "yes"}
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(question) + "\n" for question in (good, record)))
+    words = ["run", "--output-dir", str(tmp_path / "out"), "--questions", str(tmp_path / "mine.jsonl")]
+    assert main([*words, "--question-images", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "--questions" in error and message in error and not (tmp_path / "out").exists()
 
 
 def test_an_arm_is_a_norm_and_its_initial_norm():

@@ -62,15 +62,3 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     Image.new("RGB", (20, 16), "grey").save(picture)
     with pytest.raises(AssertionError, match="asked again"):
         main(words)
-
-
-def test_a_batch_of_no_question_is_refused(tmp_path, capsys):
-    words = ["answers", "--checkpoint", "no", "--data", str(tmp_path), "--output-dir", str(tmp_path)]
-    with pytest.raises(SystemExit, match="2"):
-        main([*words, "--batch-size", "0"])
-    assert "--batch-size: expected a whole number of at least 1, found '0'" in capsys.readouterr().err
-
-
-def test_what_is_not_there_is_refused_by_name(tmp_path, capsys):
-    assert main(["answers", "--checkpoint", "no", "--data", str(tmp_path), "--output-dir", str(tmp_path)]) == 2
-    assert "heldout.json" in capsys.readouterr().err

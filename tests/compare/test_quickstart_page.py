@@ -12,7 +12,6 @@ from PIL import Image
 
 from llava import asking
 from llava.compare import answers
-from llava.compare.__main__ import main
 from llava.compare.quickstart import Quickstart
 from llava.compare.record import read_record
 from llava.compare.tables import Statistics
@@ -107,35 +106,8 @@ def test_page_stands_alone_and_escapes_answers(arms):
     assert "the arms cannot be ranked" in page and "+37.50 points" in page
 
 
-def test_page_fits_a_phone_and_logs_nothing_to_the_console(arms, browse, tmp_path):
-    arms()
-    _, console = browse(arms.out / "index.html")
-    assert not console
-    probe = "<script>document.title = [innerWidth, document.documentElement.scrollWidth].join();</script></body>"
-    page = re.sub(r"<meta http-equiv=.*?>", "", (arms.out / "index.html").read_text())
-    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
-    dom, _ = browse(tmp_path / "probe.html", width=390)
-    window, content = map(int, re.search("<title>(.*?)</title>", dom)[1].split(","))
-    assert content <= window <= 390
-
-
 def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     """Cut at the expected length, "a great blue heron on a lake" would be taken for "a great blue heron"."""
     records = [{"conversations": [{}, {"value": text}]} for text in ("red", "a great blue heron")]
     assert answers.longest_answer(records, tokenizer) == len("a great blue heron") + 1  # a token per byte
     assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
-
-
-def test_the_page_shows_different_pictures_of_each_kind(arms):
-    shown = Quickstart("demo", list(ARMS), [], arms.out, "photos").examples()
-    assert [(row["task"], row["id"]) for row in shown] == [("color", "q0"), ("shape", "q1"), ("color", "q2")]
-    assert shown[0]["question"] == "Which?" and Path(shown[0]["picture"]).is_file()
-
-
-def test_a_folder_without_a_finished_training_or_questions_is_refused_in_one_line(arms, capsys):
-    words = ["answers", "--checkpoint", str(arms.out / "no"), "--data", str(arms.data), "--output-dir", "out"]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert "out/no: no checkpoint" in error and len(error.splitlines()) == 1
-    (arms.data / "heldout.json").unlink()
-    assert main(words) == 2 and "python -m playground photos" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from PIL import Image
 from run_inputs import inputs_in
 
 from llava import Recipe, asking
-from llava.compare import recipe as recipe_module
 from llava.launch.recipe import STAGES
 
 # In place of Python: a rank that prints, and fails, or saves on SIGUSR1 as the trainer does.
@@ -68,23 +66,10 @@ def test_a_plan_equals_what_the_script_prints_with_the_same_variables(stage, mon
     assert "max_steps" not in recipe.variables and recipe.plan(stage)["flags"]["max_steps"] != "7"
 
 
-def test_a_recipe_in_another_clone_is_refused_by_both_folders(tmp_path, monkeypatch):
-    other = tmp_path / "other"
-    (other / "llava/compare").mkdir(parents=True)
-    (other / "llava/compare/recipe.py").touch()
-    (other / "docs").mkdir()
-    monkeypatch.chdir(other / "docs")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(other))} is a clone of its own.* imports llava from {ROOT}"):
-        Recipe("demo")
-    monkeypatch.chdir(tmp_path)
-    Recipe("demo")
-
-
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("nrom", "did you mean norm[?]"),
-        ("xyzzy", "docs/variables.md lists them"),
         ("dry_run", "plan[(]stage[)] returns what would run"),
     ],
 )
@@ -104,12 +89,6 @@ def test_values_and_stages_that_mean_nothing_are_refused():
         Recipe("demo").plan("train")
     with pytest.raises(ValueError, match="^PRESET=dmeo is not one of: .*demo"):
         Recipe("dmeo").plan("pretrain")
-
-
-def test_importing_the_package_and_the_recipe_loads_no_slow_library():
-    code = "import sys, llava; from llava import Recipe; print(*{'torch', 'transformers', 'numpy'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"
 
 
 def test_a_failed_run_is_an_error_below_what_it_printed(stand_in, monkeypatch, capfd):
@@ -132,12 +111,6 @@ def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):
     assert (tmp_path / "saved").exists()
     assert stderr.rstrip().endswith("KeyboardInterrupt") and "stopping: waiting for the running steps" in stderr
     assert "the ranks save after the current step and stop" in stderr
-
-
-def test_nothing_trained_is_said_before_a_question(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_module, "WORK", tmp_path)
-    with pytest.raises(FileNotFoundError, match="demo-rmsnorm-finetune: nothing is trained there; call pretrain"):
-        Recipe("demo", norm="rmsnorm", num_gpus=0).ask("photo.jpg", "What is this?")
 
 
 @pytest.mark.slow

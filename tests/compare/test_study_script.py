@@ -4,44 +4,14 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
-import psutil
 import pytest
-import study_stub
-from paths import ROOT
-from run_inputs import inputs_in
-from shell import kill, new_lines, only
+from comparison_runs import Caller
+from shell import kill
 
 from llava.compare.__main__ import main
 
 ARMS, SEEDS = ["none", "layernorm"], [101, 102, 103]
-
-
-@pytest.fixture
-def study(tmp_path):
-    """A function that runs the study, or with `start` starts it; `seen()` returns its calls since the last one."""
-    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
-    python.chmod(0o755)
-    data = tmp_path / "data.json"
-    env = {"LLAVA_PYTHON": python, "CALLS": calls, "RIGHT": json.dumps({"none": 0.4, "gwc_layernorm": 0.8})}
-    env |= inputs_in(tmp_path)
-    env |= {"EVAL_DATA_PATH": data, "EVAL_IMAGE_FOLDER": tmp_path, "NUM_GPUS": 0, "BF16": "False"}
-    env = only(**env, HOME=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
-
-    def run(*flags, start=False, **extra):
-        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", out, *flags]
-        options = {"cwd": ROOT, "env": {k: str(v) for k, v in (env | extra).items()}}
-        if start:
-            printed = (tmp_path / "sitting.log").open("w")
-            return subprocess.Popen(words, stdout=printed, stderr=printed, start_new_session=True, **options)
-        return subprocess.run(words, capture_output=True, text=True, check=False, **options)
-
-    run.out, run.seen, run.log = out, new_lines(calls), tmp_path / "sitting.log"
-    return run
 
 
 @pytest.fixture
@@ -54,33 +24,25 @@ def plan(tmp_path):
     return file
 
 
-def stopped_at(study, line, sent, *flags, **extra):
-    """The calls of a sitting that a signal ended at `line`."""
-    process = study(*flags, start=True, HANGS=line, **extra)
-    calls = []
-    while line not in calls and process.poll() is None:
-        time.sleep(0.1)
-        calls += study.seen()
-    assert process.poll() is None, f"the study ended before {line}: {study.log.read_text()}"
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(sent)
-    process.wait(timeout=60)
-    kill(family)
-    return calls
-
-
 def trained(calls):
     return [line for line in calls if line.startswith("train")]
 
 
 @pytest.mark.slow
-def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_last_seed(study, plan, tmp_path):
-    record, page = study.out / "record.json", study.out / "report.md"
+def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_last_seed(plan, tmp_path):
     right = json.dumps({"none": 0.4, "layernorm": 0.8})
-    first = stopped_at(study, "train 102 layernorm finetune", signal.SIGTERM, "--plan", plan, RIGHT=right)
+    study = Caller(tmp_path, "run", EVAL_DATA_PATH=tmp_path / "data.json", EVAL_IMAGE_FOLDER=tmp_path, RIGHT=right)
+    record, page = study.out / "record.json", study.out / "report.md"
+
+    def stopped_at(line, sent):
+        calls, *_, family = study.signalled(line, sent, "--plan", plan, HANGS=line, LOCK_SECONDS=20)
+        kill(family)
+        return calls
+
+    first = stopped_at("train 102 layernorm finetune", signal.SIGTERM)
     assert "train 101 none pretrain" in first
     study.seen()
-    second = stopped_at(study, "train 103 none finetune", signal.SIGKILL, "--plan", plan, RIGHT=right, LOCK_SECONDS=20)
+    second = stopped_at("train 103 none finetune", signal.SIGKILL)
     assert "train 102 layernorm pretrain" not in second and not set(trained(first)[:2]) & set(second)
     recorded = {entry["seed"] for entry in json.loads(record.read_text())["runs"]}
     assert 101 in recorded and 103 not in recorded and not page.exists()
@@ -91,7 +53,7 @@ def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_las
     shutil.rmtree(study.out)
     study.out.mkdir()
     shutil.copy(kept, record)
-    done = study("--plan", plan, RIGHT=right, LOCK_SECONDS=20)
+    done = study("--plan", plan, LOCK_SECONDS=20)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {int(line.split()[1]) for line in trained(study.seen())} == set(SEEDS) - recorded
     content = json.loads(record.read_text())

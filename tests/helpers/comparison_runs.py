@@ -1,9 +1,18 @@
-"""Made-up runs of a comparison, in the files that training and evaluation write."""
+"""Made-up runs of a comparison, in the files that training and evaluation write, and calls with a stand-in trainer."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
+import study_stub
+from paths import ROOT
+from run_inputs import inputs_in
+from shell import new_lines, only
 
 from llava.compare.runs import Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
@@ -96,3 +105,46 @@ def change(run: Run, stage: str, field: str, value: object) -> None:
         place = place[name]
     place[last] = value
     path.write_text(json.dumps(content))
+
+
+# Stand-ins need no memory, so that two train at once on every machine with two cores.
+CALL = "from llava.compare import __main__, steps; steps.MEMORY_OF_RUN = 0.01; exit(__main__.main())"
+
+
+class Caller:
+    """Calls of `python -m llava.compare` with study_stub in place of Python; `seen()` returns the stub's new calls."""
+
+    def __init__(self, folder: Path, command: str, cwd: Path = ROOT, **env: object):
+        python, calls = folder / "python", folder / "calls"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
+        python.chmod(0o755)
+        own = {"LLAVA_PYTHON": python, "CALLS": calls, "NUM_GPUS": 0, "BF16": "False", "DEEPSPEED_CONFIG": ""}
+        own |= inputs_in(folder) | {"HOME": folder, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+        self.env, self.cwd, self.out, self.seen = only(**own | env), cwd, folder / "out", new_lines(calls)
+        self.command = [sys.executable, "-c", CALL, command, "--output-dir", self.out]
+
+    def __call__(self, *flags: object, **extra: object) -> subprocess.CompletedProcess:
+        words, env = map(str, [*self.command, *flags]), self.env | {k: str(v) for k, v in extra.items()}
+        return subprocess.run(list(words), cwd=self.cwd, env=env, capture_output=True, text=True, timeout=240)
+
+    def signalled(self, line: str, sent: int, *flags: object, **extra: object):
+        """A call that gets a signal once the stub was called with `line`.
+
+        Returns:
+            Its calls, its status, what it printed, and the processes that it had started.
+        """
+        env, printed = self.env | {k: str(v) for k, v in extra.items()}, self.out.with_name("printed")
+        with printed.open("w") as output:
+            process = subprocess.Popen(
+                list(map(str, [*self.command, *flags])), cwd=self.cwd, env=env, stdout=output, stderr=output,
+                start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )  # fmt: skip
+            calls = self.seen()
+            while line not in calls and process.poll() is None:
+                time.sleep(0.1)
+                calls += self.seen()
+            assert process.poll() is None, f"it ended before {line}: {printed.read_text()}"
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(sent)
+            status = process.wait(timeout=60)
+        return calls, status, printed.read_text(), family

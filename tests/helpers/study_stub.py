@@ -34,7 +34,8 @@ def main(words: list[str]) -> None:
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(line + "\n")
     if line.endswith(os.environ.get("HANGS") or "\n"):
-        signal.signal(signal.SIGTERM, stopped)
+        for sent in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(sent, stopped)
         while True:
             time.sleep(0.1)
     if line.startswith("train"):
