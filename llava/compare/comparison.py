@@ -3,11 +3,12 @@
 import os
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from llava.compare.engine import Experiment
 from llava.compare.record import FILE, add_runs, new_record, write_record
 from llava.compare.report import write_page
-from llava.compare.runs import Run
+from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step
 from llava.eval.results import UNTOUCHED, Results
 from llava.eval.tasks import PAPER_COLUMNS
@@ -23,9 +24,12 @@ class Comparison(Experiment):
 
     Attributes:
         tasks: of scripts/evaluate.sh, joined by commas; empty: its own.
+        questions: the user's own questions, evaluated in every run; their pictures are in `pictures_of_questions`.
     """
 
     tasks: str = ""
+    questions: Path | None = None
+    pictures_of_questions: Path | None = None
 
     def set_defaults(self) -> None:
         """Sets what the caller's variables leave open: the demo's tasks, packages and the tracker."""
@@ -46,9 +50,17 @@ class Comparison(Experiment):
         words += ["--output-dir", run.folder("eval").resolve(), *flags]
         return self.python(f"{run.name}, evaluation", run.folder("eval.log"), *words)
 
+    def own_questions(self, run: Run) -> Step:
+        """The user's own questions."""
+        words = ["llava.eval.answer", "--model-path", run.folder("finetune").resolve(), "--data", self.questions]
+        words += ["--image-folder", self.pictures_of_questions] if self.pictures_of_questions else []
+        log = run.folder("questions.log")
+        return self.python(f"{run.name}, questions", log, *words, "--output", run.answers.resolve())
+
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
-        return [*(self.stage(run, stage) for stage in STAGES), self.evaluation(run)]
+        asked = [self.own_questions(run)] if self.questions else []
+        return [*(self.stage(run, stage) for stage in STAGES), self.evaluation(run), *asked]
 
     def prepared(self) -> list[str]:
         """The playground's inputs of preset and tasks, and for the analysis unless the caller names its data."""
@@ -70,14 +82,16 @@ class Comparison(Experiment):
 
     def report(self) -> None:
         """Checks every run, and writes the record and the page."""
+        if self.questions:
+            check_results(self.runs, lambda run: run.own_results)
         record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
         add_runs(record, self.runs, lambda run: {UNTOUCHED: self.results_of(run)})
         write_record(record, self.folder / FILE)
         write_page(record, self.folder)
 
     def results_of(self, run: Run) -> Results:
-        """A run's scores, in the paper's order."""
-        tasks = run.results.tasks
+        """A run's scores, the caller's own questions among them, in the paper's order."""
+        tasks = run.results.tasks | (run.own_results.tasks if self.questions else {})
         order = [*PAPER_COLUMNS.values()]
         names = sorted(tasks, key=lambda name: ([*order, name].index(name), name))
         return replace(run.results, tasks={name: tasks[name] for name in names})

@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", help=f"joined by commas, none first; {norms} (default: {ARMS})")
     parser.add_argument("--seeds", help=f"{seeds} (default: 1)")
     parser.add_argument("--tasks", help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes)")
+    parser.add_argument("--questions", type=Path, help="your own questions with answers, also evaluated in every run")
+    parser.add_argument("--question-images", type=Path, help="folder or zip file of their pictures (default: .)")
     parser.add_argument("--plan", type=Path, help="train a committed plan seed by seed; it decides the flags above")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>, or outputs/<plan>")
 
@@ -47,7 +49,14 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     preset = args.preset or PRESET
     arms, seeds = parse_arms(args.arms or ARMS), parse_seeds(args.seeds or "1")
     folder = args.output_dir or Path("outputs") / f"compare-{preset}"
-    return Comparison(preset, arms, seeds, folder, tasks=args.tasks or "")
+    comparison = Comparison(preset, arms, seeds, folder, tasks=args.tasks or "")
+    if args.questions:
+        from llava.eval.score import check_questions  # takes a second
+
+        comparison.questions = args.questions.resolve()
+        comparison.pictures_of_questions = args.question_images and args.question_images.resolve()
+        check_questions(str(comparison.questions), comparison.pictures_of_questions)
+    return comparison
 
 
 def planned_of(args: argparse.Namespace) -> Planned:
@@ -57,7 +66,7 @@ def planned_of(args: argparse.Namespace) -> Planned:
         ValueError: not a plan, or the caller has set what it decides.
     """
     plan = read_plan(args.plan)
-    for name in ("preset", "arms", "seeds", "tasks"):
+    for name in ("preset", "arms", "seeds", "tasks", "questions"):
         if getattr(args, name):
             raise ValueError(f"--{name}: the plan {plan.file} decides it; leave it out")
     if steps := os.environ.get("MAX_STEPS"):

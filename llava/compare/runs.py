@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
+from llava.eval.answer import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.launch.recipe import STAGES
 from llava.launch.settings import parse_flags
@@ -21,6 +22,8 @@ from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software
 
 LOG_FILE = "train_log.jsonl"
+QUESTIONS = "questions"
+"""The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
 # Prefixes of the flags that decide where and how often something is written, and no weights.
 NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
@@ -102,6 +105,24 @@ class Run:
     @cached_property
     def results(self) -> Results:
         return read_results(self.folder("eval"))
+
+    @property
+    def answers(self) -> Path:
+        """The answers to the caller's own questions."""
+        return self.folder("questions") / "answers.jsonl"
+
+    @cached_property
+    def own_results(self) -> Results:
+        """The scores of `answers`, in the form of an evaluation's."""
+        from llava.eval.score import task_result  # takes a second
+
+        record = recorded(self.answers)
+        if record is None:
+            raise ValueError(f"{self.answers}: no record of its questions next to it; rerun the comparison")
+        model = record["asked"].pop("--model-path")
+        tasks = {QUESTIONS: task_result(self.answers)}
+        fingerprint = model.rpartition("content ")[2]
+        return Results(str(self.folder("finetune")), fingerprint, "", {}, record["asked"], "", tasks)
 
 
 def is_finished(folder: Path) -> bool:

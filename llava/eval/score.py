@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llava.eval.answer import recorded
-from llava.eval.results import Answered
+from llava.eval.results import Answered, TaskResult
 from llava.eval.tasks import mean
 from llava.utils.commands import Parser, exit_status
 from llava.utils.intervals import share_interval
@@ -21,7 +21,7 @@ from llava.utils.presentation import format_table
 from llava.utils.scoring import KINDS, READERS, can_expect, is_right
 
 if TYPE_CHECKING:
-    pass
+    from llava.eval.question_records import Question
 
 DEFAULT_KIND = "exact"
 Rows = list[dict[str, Any]]
@@ -92,6 +92,22 @@ def kind_of(name: str, expected: Any, kind: Any) -> str:
     return kind
 
 
+def check_questions(data: str, image_folder: Path | None) -> None:
+    """Raises ValueError or OSError where one of `--questions` cannot be answered or scored; the message names it."""
+    from llava.eval.question_records import QuestionRecords  # takes seconds
+
+    questions = QuestionRecords(data, str(image_folder) if image_folder else None)
+    places: dict[str, int] = {}
+
+    def has_score(index: int, question: "Question", sizes: object) -> None:
+        identifier = json.dumps(question.identifier, ensure_ascii=False)
+        kind_of(f"question {identifier}", question.expected, question.kind)
+        if (first := places.setdefault(identifier, index)) != index:
+            raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
+
+    questions.check(has_score, f"--questions {data}")
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +128,12 @@ def score_rows(answers: Sequence[Answered]) -> Rows:
         row |= {"95 % interval": f"{low} to {high}", "unread": unread}
         rows.append(row)
     return rows
+
+
+def task_result(file: Path) -> TaskResult:
+    """The answers of a file as a task's result, for comparisons."""
+    answers = read_scored(file)
+    return TaskResult("right answers, llava.eval.score", mean(answers), answers, None, 0.0)
 
 
 if __name__ == "__main__":

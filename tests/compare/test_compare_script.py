@@ -1,5 +1,6 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
+import json
 import os
 import signal
 from importlib import import_module

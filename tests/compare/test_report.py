@@ -5,6 +5,7 @@ import html
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from llava.compare.record import FILE
 from llava.compare.report import markdown_text
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
+from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
