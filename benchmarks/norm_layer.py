@@ -4,66 +4,58 @@ The share is the time of the layer's forward and backward pass over that of proj
 same tokens. Tower, loss and optimizer are left out, so the real share is smaller.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.common import add_result_flags, alternate, result_folder, spread, write_result
+from benchmarks.common import add_output_dir, write_result
 from benchmarks.shapes import PRESETS, build_llava, projector_for
-from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
-from llava.utils.commands import Parser, whole
+from llava.model.multimodal_projector.norm import projector_norm
+from llava.utils.commands import Parser
 
 TEXT = {"demo": 24, "llama-3.2-3b": 300}  # tokens beside a picture
-NORMS = [name for name, norm in NORM_TYPES.items() if norm]
+NORM, SAMPLES, REPEATS = "gwc_layernorm", 16, 10  # samples: images in the micro-batch
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    gpu = torch.cuda.is_available()
-    parser.add_argument("--shapes", choices=TEXT, default="llama-3.2-3b" if gpu else "demo")
-    parser.add_argument("--samples", type=whole(1), default=16, help="images in the micro-batch")
-    parser.add_argument("--repeats", type=whole(1), default=10)
-    add_result_flags(parser, quick="few repeats of few images")
-    args = parser.parse_args()
-    if args.quick:
-        args.samples, args.repeats = 4, 5
+    add_output_dir(parser)
+    args, gpu = parser.parse_args(), torch.cuda.is_available()
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
-    model = build_llava(PRESETS[args.shapes], device, dtype)
+    shapes = "llama-3.2-3b" if gpu else "demo"
+    model = build_llava(PRESETS[shapes], device, dtype)
     decoder, tower = model.get_model(), model.get_vision_tower()
     decoder.requires_grad_(False)
 
     def random_tensor(tokens: int, width: int) -> torch.Tensor:
-        return torch.randn(args.samples, tokens, width, device=device, dtype=dtype)
+        return torch.randn(SAMPLES, tokens, width, device=device, dtype=dtype)
 
     features = random_tensor(tower.num_tokens, model.config.mm_hidden_size)
-    words = random_tensor(TEXT[args.shapes], model.config.hidden_size)
+    words = random_tensor(TEXT[shapes], model.config.hidden_size)
     tokens = random_tensor(tower.num_tokens, model.config.hidden_size)
-    projectors = {norm: projector_for(model, norm, device, dtype) for norm in NORMS}
+    projector = projector_for(model, NORM, device, dtype)
 
     def alone(layer: Callable[[torch.Tensor], torch.Tensor]) -> float:
         return seconds(lambda: layer(tokens.clone().requires_grad_()).sum().backward(), device)
 
     def step() -> None:
-        embeddings = torch.cat([projectors["gwc_layernorm"](features), words], dim=1)
+        embeddings = torch.cat([projector(features), words], dim=1)
         decoder(inputs_embeds=embeddings, use_cache=False).last_hidden_state.sum().backward()
 
-    layers = {norm: projector_norm(projectors[norm]) for norm in NORMS}
-    arms = {name: lambda layer=layer: alone(layer) for name, layer in layers.items()}
-    arms["copy"] = lambda: alone(lambda x: x)
-    times = {name: spread(values)["median"] for name, values in alternate(arms, args.repeats, warmup=2).items()}
-    steps = alternate({"step": lambda: seconds(step, device)}, max(3, args.repeats // 3), warmup=1)["step"]
-    step_time = spread(steps)["median"]
-    rows: list[dict[str, Any]] = []
-    for norm in NORMS:
-        own = times[norm] - times["copy"]
-        row = {"shapes": args.shapes, "norm": norm, "layer_ms": own * 1e3, "step_ms": step_time * 1e3}
-        rows.append(row | {"share_of_step": own / step_time})
-        print("{norm:14} {layer_ms:8.3f} ms of {step_ms:9.1f} ms: {share_of_step:.3%}".format(**rows[-1]))
-    meta = {"samples": args.samples, "visual_tokens": tower.num_tokens, "text_tokens": TEXT[args.shapes]}
-    meta |= {"dtype": str(dtype), "repeats": args.repeats}
-    print(write_result("norm_layer", rows, folder=result_folder(args), **meta))
+    arms = {"layer": lambda: alone(projector_norm(projector)), "copy": lambda: alone(lambda x: x)}
+    arms["step"] = lambda: seconds(step, device)
+    rounds = [{name: run() for name, run in arms.items()} for _ in range(2 + REPEATS)][2:]  # in turns, after a warm-up
+    times = {name: statistics.median(values[name] for values in rounds) for name in arms}
+    own, step_time = times["layer"] - times["copy"], times["step"]
+    row: dict[str, Any] = {"shapes": shapes, "norm": NORM, "layer_ms": own * 1e3, "step_ms": step_time * 1e3}
+    row["share_of_step"] = own / step_time
+    print(row)
+    meta = {"samples": SAMPLES, "visual_tokens": tower.num_tokens, "text_tokens": TEXT[shapes]}
+    meta |= {"dtype": str(dtype), "repeats": REPEATS}
+    print(write_result("norm_layer", [row], folder=args.output_dir, **meta))
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> float:

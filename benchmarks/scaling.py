@@ -1,10 +1,8 @@
 """How full micro-batches are and how evenly ranks work, by simulation with lengths like those of LLaVA-NeXT's data.
 
-- Stage 2 of each preset, with the recipe's own `--length_group_window` (`recipe` is true) and with others.
-  Ranks are compared in every micro-batch, because they wait for each other there: the sum of the slowest ranks' tokens
-  over the sum of the means. `fill` is the tokens over what the micro-batches could hold.
-- `order`: what the window does to the global batches: how many kinds of records one holds (the exponential of the
-  entropy of their shares), and how much of the variance of lengths is between batches instead of inside.
+Stage 2 of each preset runs with the recipe's own `--length_group_window` (`recipe` is true) and with others. Ranks are
+compared in every micro-batch, because they wait for each other there: the sum of the slowest ranks' tokens over the sum
+of the means. `fill` is the tokens over what the micro-batches could hold.
 
 The lengths are drawn, not measured: images count 729 tokens (SigLIP, 384 px, patch 14). The ten parts of LLaVA-1.5's
 mixture have their published sizes (665,298 records), each with rounds per record and tokens per round as those tasks
@@ -18,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import add_result_flags, result_folder, write_result
+from benchmarks.common import add_output_dir, write_result
 from llava.data.sampler import ModalityLengthGroupedSampler, assigned_by_length
 from llava.launch.recipe import resolved_run
-from llava.utils.commands import Parser, whole
+from llava.utils.commands import Parser
 
 VISUAL_TOKENS = 729
 MAX_LENGTH = 4096
-BATCH = 128  # the recipes' global batch in stage 2
 TURN_MARKERS = 10  # tokens that a chat template writes around a question and its answer
 # part: records, (least, most) rounds per record, median tokens of a round and the sigma of their logarithm
 NEXT_PARTS = {
@@ -46,22 +43,20 @@ SHARE_GPT = (40_688, 900, 0.9)  # records, median tokens, sigma
 PRESETS = ("llama-3.2-3b", "qwen2.5-7b")
 RANKS = (8, 32, 64)
 WINDOWS = (1, 16)
+STEPS = 1000  # optimizer steps to simulate, spread evenly
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=whole(1), default=1000, help="optimizer steps to simulate, spread evenly")
-    add_result_flags(parser, quick="40 steps")
+    add_output_dir(parser)
     args = parser.parse_args()
-    if args.quick:
-        args.steps = 40
     signed = lengths_with_images(lengths_779k(np.random.default_rng(0)))
     rows = []
-    for row in itertools.chain(rank_rows(signed, args.steps), order_rows(signed)):
+    for row in rank_rows(signed, STEPS):
         print(row, flush=True)
         rows.append(row)
-    meta = {"steps": args.steps, "visual_tokens": VISUAL_TOKENS, "max_length": MAX_LENGTH}
-    print(write_result("scaling", rows, folder=result_folder(args), **meta))
+    meta = {"steps": STEPS, "visual_tokens": VISUAL_TOKENS, "max_length": MAX_LENGTH}
+    print(write_result("scaling", rows, folder=args.output_dir, **meta))
 
 
 def lengths_779k(rng: np.random.Generator) -> np.ndarray:
@@ -98,21 +93,6 @@ def rank_rows(signed: np.ndarray, steps: int) -> Iterator[dict[str, Any]]:
             "fill": float(work.sum() / (work.size * cap)),
             "slowest_over_mean": float(work.max(1).sum() / work.mean(1).sum()),
         }  # fmt: skip
-
-
-def order_rows(signed: np.ndarray) -> Iterator[dict[str, Any]]:
-    """How each window mixes the global batches."""
-    kinds = np.repeat(np.arange(len(NEXT_PARTS) + 1), [*(part[0] for part in NEXT_PARTS.values()), SHARE_GPT[0]])
-    with_image = signed > 0
-    for window in WINDOWS:
-        steps = full_steps(ModalityLengthGroupedSampler(signed, BATCH, window=window), BATCH)
-        steps = steps[with_image[steps].all(1)]
-        shares = [np.bincount(kinds[step], minlength=len(NEXT_PARTS) + 1) / BATCH for step in steps]
-        entropy = [-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares]
-        row = {"order": "779K, batches with images", "length_group_window": window}
-        row["kinds_of_records_in_a_batch"] = float(np.exp(entropy).mean())
-        row["variance_of_lengths_between_batches"] = float(signed[steps].mean(1).var() / signed[steps].var())
-        yield row
 
 
 def full_steps(order: Iterable[int], batch: int) -> np.ndarray:

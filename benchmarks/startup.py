@@ -1,20 +1,15 @@
-"""Time to the first batch and memory per worker, for tables of 10k and 100k records; cold and warm.
+"""Time to the first batch and memory per worker, for a table of 779,289 records; cold and warm.
 
 Cold converts the JSON file and measures all lengths; warm finds both in the cache. Each start is its own process;
 imports of Python and torch are left out, since they do not depend on the data. Records are conversations like LLaVA's
 (two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are 2,000 different ones, which repeat.
 
-A batch is the 16 samples that a rank takes in a step of stage 2 on 8 GPUs. A worker's memory is what it does not share
-with others (USS), after some batches at random places; what they share (the mapped records, the libraries) exists only
-once. The memory of a further worker is the growth of all processes' proportional memory (PSS) from two workers to four,
-divided by two.
+A batch is the 16 samples that a rank takes in a step of stage 2 on 8 GPUs. The memory of a further worker is the growth
+of all processes' proportional memory (PSS) from two workers to four, divided by two.
 """
 
-import argparse
 import gc
 import itertools
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,21 +25,13 @@ BATCHES = 4  # of 16 samples, before memory is read
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000])
-    common.add_result_flags(parser, quick="only 2,000 records")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--records", type=whole(1), default=779_289)
+    common.add_output_dir(parser)
     args = parser.parse_args()
-    tokenizer = str(common.npm_tokenizer("qwen2_5"))
-    if args.one:
-        source, workers = args.one
-        print(json.dumps(started(Path(source), tokenizer, int(workers))))
-        return
-    if args.quick:
-        args.records = [2_000]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for count in args.records for row in measured(Path(folder), count)]
+        rows = measured(Path(folder), args.records)
     meta = {"distinct_records": DISTINCT, "batches_before_memory": BATCHES}
-    print(common.write_result("startup", rows, folder=common.result_folder(args), **meta))
+    print(common.write_result("startup", rows, folder=args.output_dir, **meta))
 
 
 def measured(folder: Path, count: int) -> list[dict[str, Any]]:
@@ -54,22 +41,20 @@ def measured(folder: Path, count: int) -> list[dict[str, Any]]:
     records = list(common.conversation_records(DISTINCT, "photo.jpg", text_only=1 / 3))
     common.write_records(source, itertools.islice(itertools.cycle(records), count))
     time.sleep(2.5)  # a time stamp this old is trusted; only a start right after the file was written finds a newer one
-    rows = []
+    rows, tokenizer = [], str(common.npm_tokenizer("qwen2_5"))
     for cache, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
-        command = [sys.executable, "-m", "benchmarks.startup", "--one", source, workers]
         row = {"records": count, "json_mb": source.stat().st_size // 10**6, "cache": cache}
-        rows.append(row | common.run_json(command))
+        with common.own_process() as process:
+            rows.append(row | process.submit(started, source, tokenizer, workers).result())
     _, two, four = (row.pop("all_pss_mib") for row in rows)
     rows[2]["further_worker_mib"] = round((four - two) / 2, 1)
     for row in rows:
         print(row, flush=True)
-    for file in (source, *(folder / ".llava_cache").iterdir()):
-        file.unlink()
     return rows
 
 
 def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]:
-    """One start: seconds of its parts, and memory after `BATCHES` batches."""
+    """One start: seconds to the first batch, and memory after `BATCHES` batches."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     from llava.conversation import get_template
@@ -87,13 +72,11 @@ def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]
     records = load_records(str(source), check=False)
     rules = Rules(get_template("qwen_1_5"), "upstream")
     preflight(records, ImageStore(source.parent), rules, show_progress=False)
-    loaded = time.perf_counter()
     options = {"label_masking": "upstream", "show_progress": False}
     dataset = LazySupervisedDataset(
         records, tokenizer, "qwen_1_5", processor, str(source.parent), "square", 729, 4096, **options
     )
     dataset.modality_lengths()
-    known = time.perf_counter()
     args = settings(workers)
     batches = iter(step_loader(sample_order(dataset, args), dataset, DataCollatorForSupervisedDataset(0), args))
     next(batches)
@@ -104,11 +87,8 @@ def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]
     processes = [worker.pid for worker in batches._workers]
     return {
         "workers": workers,
-        "records_s": round(loaded - begin, 2),
-        "lengths_s": round(known - loaded, 2),
         "first_batch_s": round(first - begin, 2),
-        "worker_mib": round(max(common.memory_mib(pid, "Private_Clean", "Private_Dirty") for pid in processes), 1),
-        "all_pss_mib": sum(common.memory_mib(pid, "Pss") for pid in ("self", *processes)),
+        "all_pss_mib": sum(common.memory_mib(pid) for pid in ("self", *processes)),
     }
 
 

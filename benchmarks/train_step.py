@@ -1,7 +1,7 @@
 """Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend and norm.
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
-Each arm differs from the first in one thing. Compiled layers and Liger's kernels come after the rest.
+Each arm differs from the first in one thing. Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
 is 1. A micro-batch has the recipe's tokens; one that does not fit is a failed arm.
 """
@@ -10,9 +10,10 @@ import argparse
 import gc
 import math
 import random
+import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from benchmarks.common import add_result_flags, result_folder, spread, write_result
+from benchmarks.common import RESULTS, add_output_dir, write_result
 from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -33,9 +34,8 @@ from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_
 from llava.utils.commands import Parser, whole
 
 # Liger last: it exchanges a function for the whole process.
-PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER = "plain", "compiled", "liger", "liger_compiled_tower"
-LONGEST = 2048  # tokens of the longest sample
-CPU_TOKENS = 2048  # of a micro-batch on a CPU, and of presets whose recipe has no cap
+PLAIN, LIGER, LIGER_AND_COMPILED_TOWER = "plain", "liger", "liger_compiled_tower"
+LONGEST = 2048  # tokens of the longest sample, and of a micro-batch where the recipe has no cap
 
 Sample = dict[str, torch.Tensor]
 
@@ -56,35 +56,29 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; default: the recipe's")
+    parser.add_argument("--micro-batch-tokens", type=whole(1), help="default: the recipe's")
     parser.add_argument("--micro-batches", type=whole(1), default=4, help="different micro-batches, used in turn")
     parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of a round")
     parser.add_argument("--repeats", type=whole(1), default=3, help="rounds, after one that is not timed")
-    parser.add_argument(
-        "--arms", nargs="+", help="default: all that run here but `compiled`, which compiles for minutes"
-    )
-    add_result_flags(parser, quick="one round of two steps of 512 tokens")
+    parser.add_argument("--arms", nargs="+", help="default: all that run here")
+    add_output_dir(parser)
     args = parser.parse_args()
-    if args.quick:
-        args.steps, args.micro_batches, args.repeats = 2, 2, 1
-        args.micro_batch_tokens = args.micro_batch_tokens or [512]
     device = torch.device("cuda" if gpu else "cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
     arms = {arm.name: arm for arm in runnable_arms(device, dtype)}
     if unknown := set(args.arms or ()) - arms.keys():
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
-    names = args.arms or [name for name, arm in arms.items() if arm.layers != COMPILED]
+    names = args.arms or list(arms)
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
-    write = partial(write_result, "train_step", folder=result_folder(args), dtype=str(dtype), **meta)
+    write = partial(write_result, "train_step", folder=args.output_dir, dtype=str(dtype), **meta)
     measured, rows = [], []
-    for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
+    for layers in (PLAIN, LIGER, LIGER_AND_COMPILED_TOWER):
         chosen = [arms[name] for name in names if arms[name].layers == layers]
         for stage in args.stages if chosen else ():
-            for of_size in measure(args, stage, chosen, device, dtype):
-                measured += of_size
-                rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
-                if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
-                    write(rows=rows)
+            measured += measure(args, stage, chosen, device, dtype)
+            rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
+            if args.output_dir != RESULTS:  # what a killed run has measured; benchmarks/results has whole runs only
+                write(rows=rows)
             release(device)  # the model of one stage must be gone before the next
     print(write(rows=rows))
     failed = [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
@@ -103,7 +97,7 @@ def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     others = [name for name in backends(device, dtype) if name != fastest]
     arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
     liger = device.type == "cuda" and has_liger()
-    arms += [Arm("no_norm", norm="none"), Arm("compiled", layers=COMPILED)]
+    arms.append(Arm("no_norm", norm="none"))
     return arms + [Arm(layers, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER) if liger]
 
 
@@ -152,7 +146,7 @@ def expanded(sample: Sample, visual: int) -> int:
 def recipe_tokens(preset: str, stage: int, device: torch.device) -> int:
     """The recipe's cap on the tokens of a micro-batch; fewer on a CPU."""
     if device.type == "cpu" or preset not in ("llama-3.2-3b", "qwen2.5-7b"):
-        return CPU_TOKENS
+        return LONGEST
     flags = resolved_run("pretrain" if stage == 1 else "finetune", PRESET=preset, NUM_GPUS=1)["flags"]
     return int(flags["max_tokens_per_micro_batch"])
 
@@ -171,11 +165,10 @@ class Bench:
         self.args, self.stage, self.device, self.dtype = args, stage, device, dtype
         self.model = build_llava(PRESETS[args.preset], device, dtype)
         self.visual = self.model.get_vision_tower().num_tokens
-        self.layers = arms[0].layers
         torch._dynamo.reset()
-        if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
+        if arms[0].layers != PLAIN:
             apply_liger(self.model)
-        if self.layers in (COMPILED, LIGER_AND_COMPILED_TOWER):
+        if arms[0].layers == LIGER_AND_COMPILED_TOWER:
             compile_layers(self.model.get_model().vision_tower.layers)
         self.projectors = {arm.norm: projector_for(self.model, arm.norm, device, dtype) for arm in arms}
         set_trainable(self.model, frozenset(STAGES[stage]))
@@ -218,12 +211,12 @@ class Bench:
 
 def measure(
     args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype
-) -> Iterator[list[dict[str, Any]]]:
-    """For every size, a row per arm; one that failed has the field `failed`."""
+) -> list[dict[str, Any]]:
+    """A row per arm; one that failed has the field `failed`."""
     bench = Bench(args, stage, arms, device, dtype)
-    for tokens in args.micro_batch_tokens or [recipe_tokens(args.preset, stage, device)]:
-        samples = [random_samples(stage, tokens, n, bench.model, dtype) for n in range(args.micro_batches)]
-        yield [measure_arm(bench, arm, tokens, samples) for arm in arms]
+    tokens = args.micro_batch_tokens or recipe_tokens(args.preset, stage, device)
+    samples = [random_samples(stage, tokens, n, bench.model, dtype) for n in range(args.micro_batches)]
+    return [measure_arm(bench, arm, tokens, samples) for arm in arms]
 
 
 def measure_arm(bench: Bench, arm: Arm, tokens: int, samples: list[list[Sample]]) -> dict[str, Any]:
@@ -252,25 +245,26 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
     _, loss = bench.run(batches, args.steps)
     if gpu:
         facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    times = spread([bench.run(batches, args.steps)[0] for _ in range(args.repeats)])
+    times = [bench.run(batches, args.steps)[0] for _ in range(args.repeats)]
+    median = statistics.median(times)
     collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
     work = [batch_work(collate(some)) for some in samples[: args.steps]]
     done = sum(work[1:], work[0])
-    tflops = required_flops(flop_costs(bench.model), done) / len(work) / times["median"] / 1e12
-    rates = {"seconds": times["median"], "seconds_max": times["max"], "tflops": tflops}
-    rates["tokens_per_second"] = float(done.tokens) / len(work) / times["median"]
+    tflops = required_flops(flop_costs(bench.model), done) / len(work) / median / 1e12
+    rates = {"seconds": median, "seconds_max": max(times), "tflops": tflops}
+    rates["tokens_per_second"] = float(done.tokens) / len(work) / median
     if peak := peak_tflops(bench.device):
         rates["mfu"] = tflops / peak
     return rates | facts | {"loss": loss}
 
 
 def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
-    """The rows; one whose loss is not that of the first with its stage, size and norm has failed."""
-    kinds, first, checked = ("stage", "micro_batch_tokens", "norm"), {}, []
+    """The rows; one whose loss is not that of the first with its stage and norm has failed."""
+    kinds, first, checked = ("stage", "norm"), {}, []
     for row in rows:
         expected = first.setdefault(tuple(row[name] for name in kinds), row["loss"]) if "loss" in row else None
         if expected is not None and not abs(row["loss"] - expected) <= tolerance * abs(expected):
-            short = {name: row[name] for name in (*kinds, "arm")}
+            short = {name: row[name] for name in (*kinds, "arm", "micro_batch_tokens")}
             row = short | {"failed": f"its loss is {row['loss']:.6g}, expected {expected:.6g}"}
         checked.append(row)
     return checked

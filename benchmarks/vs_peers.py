@@ -1,9 +1,9 @@
-"""Samples per second of this tree and of TRL, LLaMA-Factory and ms-swift, with the same model, data, order and threads.
+"""Samples per second of this tree, of LLaMA-Factory and of ms-swift, with the same model, data, order and threads.
 
 The model is a `LlavaForConditionalGeneration` (Llama decoder, CLIP tower, projector without norm, random weights) that
 this tree exports. Each peer runs in its own environment at the best settings that were found (`BEST`); the fastest one
 runs once more with the libraries that this tree's scripts preload. An optimizer step has the same samples everywhere.
-The losses of the first step must agree, or a row has no figures. The time is that of consecutive optimizer steps
+The losses of the first step must agree, or nothing is reported. The time is that of consecutive optimizer steps
 without the first ones, with the preparation of the samples in the same process (LLaMA-Factory tokenizes before the
 first step). Runs alternate.
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, Failed, emptied, preloaded_names, result_folder, write_result
+from benchmarks.common import ROOT, Failed, emptied, preloaded_names, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.launch.command import preloads
@@ -43,7 +43,7 @@ from llava.utils.commands import Parser
 PEERS_FOLDER = Path(__file__).with_name("peers")
 BATCH = vs_upstream.BATCH
 OURS = "this tree"
-PEERS = ("trl", "llamafactory", "ms-swift")
+PEERS = ("llamafactory", "ms-swift")
 STAGES = {"pretrain": 1, "finetune": 2}
 TEMPLATES = {"pretrain": "plain", "finetune": "qwen_2"}
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 2e-5}
@@ -88,14 +88,13 @@ class Way:
 BEST = {
     "pretrain": tuple(Way(tool, 32, "grouped") for tool in PEERS),
     "finetune": (
-        Way("trl", 2, options={"sampler": "batch_rebalance", "attention": "eager"}),
         Way("llamafactory", 1, options={"attention": "disabled"}),
         Way("ms-swift", 2, "grouped", {"attention": "eager"}),
     ),
 }
 
 
-def main() -> int:
+def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     vs_upstream.add_flags(parser)
@@ -106,13 +105,10 @@ def main() -> int:
     named = ("size", "bf16", "steps", "warmup_steps", "repeats")
     meta = {name: getattr(args, name) for name in named}
     meta |= {"preloaded": preloaded_names(preloads(os.environ)), "peers": ", ".join(map(versions, args.peers))}
-    rows = []
     for stage in args.stages:
         make_inputs(args, work, stage)
-        rows += (of_stage := stage_rows(args, work, stage))
         name = f"vs_peers_{args.size}{'_bf16' * args.bf16}_{stage}"
-        print(write_result(name, of_stage, folder=result_folder(args), **meta))
-    return int(any(row["note"] for row in rows))
+        print(write_result(name, stage_rows(args, work, stage), folder=args.output_dir, **meta))
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -174,7 +170,7 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
         "grouped": grouped(tokens, BATCH[stage]),
     }.items():
         (work / stage / f"{order}.json").write_text(json.dumps([records[i] for i in indices]))
-        lines = [json.dumps(peers_record(records[i], work / "images", tokens[i])) for i in indices]
+        lines = [json.dumps(peers_record(records[i], work / "images")) for i in indices]
         (work / stage / f"{order}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -205,12 +201,12 @@ def grouped(tokens: list[int], batch: int) -> list[int]:
     return [index for members in batches for index in members]
 
 
-def peers_record(record: dict[str, Any], images: Path, tokens: int) -> dict[str, Any]:
+def peers_record(record: dict[str, Any], images: Path) -> dict[str, Any]:
     """A record in the format that the peers' scripts read."""
     roles = {"human": "user", "gpt": "assistant"}
     messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
     pictures = [str(images / record["image"])] if "image" in record else []
-    return {"messages": messages, "images": pictures, "length": tokens}
+    return {"messages": messages, "images": pictures}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -222,34 +218,32 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
     theirs = [replace(way, options=way.options | ({"bf16": True} if args.bf16 else {})) for way in theirs]
     ways = [Way(OURS, BATCH[stage], order) for order in dict.fromkeys(way.order for way in theirs)] + theirs
     runs: list[list[dict[str, Any]]] = [[] for _ in ways]
-    failures: dict[int, str] = {}
+    ours = {way.order: runs[index] for index, way in enumerate(ways) if way.tool == OURS}
 
     def run(index: int) -> None:
-        way, result = ways[index], ""
+        way = ways[index]
         try:
             runs[index].append(measure(args, work, stage, way))
-            result = f"{runs[index][-1]['rate']:.2f} samples/s"
+            check_first_loss(runs[index][-1]["losses"], ours[way.order][-1]["losses"], vs_upstream.TOLERANCE[args.bf16])
         except Failed as error:
-            if way.tool == OURS:
-                raise
-            failures[index] = result = str(error)
-        print(f"{stage}, {way.tool}, {way.setting()}: {result}", flush=True)
+            sys.exit(f"error: {stage}, {way.tool}, {way.setting()}: {error}; --peers names those to run")
+        print(f"{stage}, {way.tool}, {way.setting()}: {runs[index][-1]['rate']:.2f} samples/s", flush=True)
 
     for number in range(args.repeats):
         for index in range(len(ways)):
-            if index not in failures:
-                run(index)
-        finished = [index for index, way in enumerate(ways) if way.tool != OURS and index not in failures]
-        if number == 0 and finished and preloads(os.environ) and not args.quick:
-            fastest = ways[max(finished, key=lambda index: runs[index][0]["rate"])]
+            run(index)
+        if number == 0 and preloads(os.environ):
+            fastest = max(theirs, key=lambda way: runs[ways.index(way)][0]["rate"])
             ways.append(replace(fastest, options=fastest.options | {"preloads": True}))
             runs.append([])
             run(len(ways) - 1)
-    ours = {way.order: runs[index] for index, way in enumerate(ways) if way.tool == OURS}
-    return [
-        row(stage, way, runs[index], ours[way.order], failures.get(index, ""), vs_upstream.TOLERANCE[args.bf16])
-        for index, way in enumerate(ways)
-    ]
+    return [row(stage, way, runs[index], ours[way.order]) for index, way in enumerate(ways)]
+
+
+def check_first_loss(theirs: list[float], ours: list[float], tolerance: float) -> None:
+    """Raises Failed if the losses of the first step differ: the runs did other work, and their speeds say nothing."""
+    if vs_upstream.loss_difference(theirs[:1], ours[:1]) > tolerance:
+        raise Failed(f"losses of the first step differ, {theirs[0]:.6f} and {ours[0]:.6f}")
 
 
 def measure(args: argparse.Namespace, work: Path, stage: str, way: Way) -> dict[str, Any]:
@@ -312,25 +306,13 @@ def ours(args: argparse.Namespace, work: Path, stage: str, way: Way, folder: Pat
     return vs_upstream.recorded_command(Path(sys.executable), folder, flags, [])
 
 
-def row(
-    stage: str, way: Way, runs: list[dict[str, Any]], ours: list[dict[str, Any]], failure: str, tolerance: float
-) -> dict[str, Any]:
-    """One line of the table; without figures if the run failed or its first loss differs."""
-    figures = ("samples_per_second", "ratio", "ratio_min", "ratio_max")
-    losses = ("first_loss_difference", "largest_loss_difference")
+def row(stage: str, way: Way, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line of the table."""
     line: dict[str, Any] = {"stage": STAGES[stage], "tool": way.tool, "setting": way.setting()}
-    line |= dict.fromkeys(figures + losses) | {"note": failure}
-    if failure:
-        return line
-    theirs, own = runs[-1]["losses"], ours[-1]["losses"]
-    line["first_loss_difference"] = vs_upstream.loss_difference(theirs[:1], own[:1])
-    if line["first_loss_difference"] > tolerance:
-        return line | {"note": f"losses of the first step differ, {theirs[0]:.6f} and {own[0]:.6f}: no speed"}
-    line["largest_loss_difference"] = vs_upstream.loss_difference(theirs, own)
-    line |= vs_upstream.ratios(ours, runs)
+    line["largest_loss_difference"] = vs_upstream.loss_difference(runs[-1]["losses"], ours[-1]["losses"])
     line["samples_per_second"] = statistics.median(run["rate"] for run in runs)
-    return line
+    return line | vs_upstream.ratios(ours, runs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -91,10 +91,9 @@ def main() -> None:
     upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
     trees = {"upstream": (upstream / "bin/python", upstream / "original"), "this tree": (Path(sys.executable), ROOT)}
     make_models(args, work)
-    versions = common.run_json(
-        [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
-         "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
-    )  # fmt: skip
+    code = "import json, torch, transformers as t; print(json.dumps([torch.__version__, t.__version__]))"
+    shown = json.loads(subprocess.check_output([upstream / "bin/python", "-c", code], text=True).splitlines()[-1])
+    versions = dict(zip(("torch", "transformers"), shown, strict=True))
     meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
     meta["preloaded"] = common.preloaded_names({} if args.bf16 else preloads(os.environ))
     for stage in args.stages:
@@ -115,26 +114,23 @@ def main() -> None:
         row |= ratios(ours, theirs)
         print(row, flush=True)
         name = f"vs_upstream_{args.size}_{stage}"
-        print(common.write_result(name, [row], folder=common.result_folder(args), upstream=versions, **meta))
+        print(common.write_result(name, [row], folder=args.output_dir, upstream=versions, **meta))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `vs_peers` has too."""
     text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256; 3b: for a GPU"
-    parser.add_argument("--size", choices=SIZES, help=f"{text}; default: demo, with --quick tiny")
+    parser.add_argument("--size", choices=SIZES, default="demo", help=text)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--bf16", action="store_true", help="all train in bf16")
-    common.add_result_flags(parser, quick="one short run at the size tiny")
+    common.add_output_dir(parser)
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, completed by its size."""
     args = parser.parse_args()
-    args.size = args.size or ("tiny" if args.quick else "demo")
     args.steps, args.warmup_steps = SIZES[args.size].steps, SIZES[args.size].warmup_steps
-    if args.quick:
-        args.steps, args.repeats = 7, 1
     return args
 
 
@@ -290,8 +286,8 @@ def loss_difference(theirs: list[float], ours: list[float]) -> float:
 
 def ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
     """Median, minimum and maximum of this tree's samples per second over another's, round by round."""
-    over = common.ratio([run["rate"] for run in ours], [run["rate"] for run in theirs])
-    return {"ratio": over["median"], "ratio_min": over["min"], "ratio_max": over["max"]}
+    over = [our["rate"] / their["rate"] for our, their in zip(ours, theirs, strict=True)]
+    return {"ratio": statistics.median(over), "ratio_min": min(over), "ratio_max": max(over)}
 
 
 if __name__ == "__main__":

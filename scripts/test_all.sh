@@ -50,7 +50,7 @@ run() { # part
         bash tests/nightly/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"
       ;;
     peers)
-      "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" &&
+      "$PYTHON_BIN" -m benchmarks.vs_peers --size tiny --repeats 1 --output-dir "$OUTPUT_DIR/peers" &&
         "$PYTHON_BIN" -m pytest tests/nightly/test_elsewhere.py
       ;;
     mixins)

@@ -1,7 +1,7 @@
 """What every peer's script shares. It runs in the peer's own environment, so it needs only the Hugging Face Trainer.
 
 A job is a JSON file: {"model", "records", "stage", "batch", "micro_batch", "steps", "learning_rate", "warmup_steps",
-"options", "output"}. `records` has a line {"messages": [{"role", "content"}], "images": [path], "length"} for every
+"options", "output"}. `records` has a line {"messages": [{"role", "content"}], "images": [path]} for every
 sample, in the order in which steps take them. `record.json` in the folder `output` gets the steps' losses and times of
 their ends (seconds).
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback
 
 
@@ -25,10 +24,6 @@ def run(main: Callable[[dict[str, Any]], None]) -> None:
     recorder.install()
     main(job)
     (Path(job["output"]) / "record.json").write_text(json.dumps({"losses": recorder.losses, "times": recorder.times}))
-
-
-def read_records(job: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(job["records"]).read_text().splitlines()]
 
 
 def training_flags(job: dict[str, Any]) -> dict[str, Any]:
@@ -56,12 +51,6 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
         "dataloader_num_workers": 0,
         "remove_unused_columns": False,
     }
-
-
-def laid_out(records: list[Any]) -> list[Any]:
-    """`records` in an order that batch_rebalance's shuffle of the first epoch turns back into the given order."""
-    shuffle = torch.randperm(len(records), generator=torch.Generator().manual_seed(42)).tolist()
-    return [record for _, record in sorted(zip(shuffle, records, strict=True), key=lambda pair: pair[0])]
 
 
 class Recorder(TrainerCallback):

@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from llava.launch import supervise
-from llava.launch.command import preloads, resolve_launch, wheels_mimalloc
+from llava.launch.command import preloads, resolve_launch
 from llava.launch.devices import Devices, resolve_batch, resolve_devices
 from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
@@ -156,14 +155,6 @@ def test_torchrun_rendezvous_over_nodes():
     assert "--node_rank 3 " in launcher(NNODES=4, MASTER_ADDR="node-1", SLURM_NODEID=3)
 
 
-def test_rendezvous_without_address_is_listed_as_missing():
-    environment = {"NUM_GPUS": "8", "NNODES": "4"}
-    devices = resolve_devices(environment)
-    launch = resolve_launch(environment, devices, "", "name", "python", 8)
-    missing = [entry.what for entry in check_inputs(environment, parse_flags([]), devices, launch)]
-    assert missing == ["MASTER_ADDR", "NODE_RANK"]
-
-
 def test_restarts_over_nodes_meet_again_without_node_numbers():
     words = launcher(NNODES=2, MAX_RESTARTS=3, MASTER_ADDR="node-1", MASTER_PORT=1234, RDZV_ID="a")
     assert "--max_restarts 3 --rdzv_backend c10d --rdzv_id a --rdzv_endpoint node-1:1234" in words
@@ -185,17 +176,11 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
     variables = "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=4"
     assert words == f"env {variables} python -m deepspeed.launcher.runner --num_accelerators 2 --master_port 29612"
     assert "OMP_NUM_THREADS=1 " in launcher(**CPU, CPU_RANKS=16)
+    for variables in ({"LAUNCHER": "torchrun"}, {"LAUNCHER": "deepspeed"}):  # torchrun would leave Adam one thread
+        assert " OMP_NUM_THREADS=24 " in launcher(cores=96, NUM_GPUS=4, **variables)
+        assert " OMP_NUM_THREADS=7 " in launcher(cores=96, NUM_GPUS=4, **variables, OMP_NUM_THREADS=7)
     with pytest.raises(Refusal, match="DEEPSPEED_CONFIG"):  # without it each rank would train alone
         launcher(deepspeed="", **CPU, CPU_RANKS=2)
-
-
-@pytest.mark.parametrize("variables", [{"LAUNCHER": "torchrun"}, {"LAUNCHER": "deepspeed"}, CPU | {"CPU_RANKS": 4}])
-def test_ranks_share_the_nodes_cores_unless_the_user_sets_threads(variables):
-    """On GPUs too: torchrun would leave the Adam of offload a single thread."""
-    variables = {"NUM_GPUS": 4} | variables
-    assert " OMP_NUM_THREADS=24 " in launcher(cores=96, **variables)
-    assert " OMP_NUM_THREADS=1 " in launcher(cores=3, **variables)
-    assert " OMP_NUM_THREADS=7 " in launcher(cores=96, **variables, OMP_NUM_THREADS=7)
 
 
 @pytest.mark.parametrize(
@@ -223,28 +208,6 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
     assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
     assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
-
-
-def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monkeypatch):
-    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out", "--report_to"]
-    for python, expected in ((sys.executable, "none"), (".venv/bin/python", "tensorboard")):
-        monkeypatch.setattr("llava.launch.plan.find_spec", lambda name: None)
-        environment = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1", "PYTHON_BIN": python}
-        assert resolve(environment, "e", [*words, "auto"]).flags.value("report_to") == expected
-        assert resolve(environment, "e", [*words, "wandb"]).flags.value("report_to") == "wandb"
-
-
-@pytest.mark.parametrize(("option", "state"), [("", "found"), ("-S", "MISSING")])  # -S: without installed packages
-def test_a_missing_deepspeed_is_said_before_anything_is_found(tmp_path, option, state):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {option} "$@"\n')
-    python.chmod(0o755)
-    words = ["--per_device_train_batch_size", "1", "--output_dir", "out"]
-    environment = {"GLOBAL_BATCH": "1", "NUM_GPUS": "1", "LLAVA_PYTHON": str(python)}
-    first = resolve(environment, "e", [*words, "--deepspeed", "deepspeed_configs/zero3.json"]).inputs[0]
-    assert (first.state, first.what.lower()) == (state, "deepspeed")
-    assert state == "found" or f"{python} -m pip install deepspeed" in first.hint
-    assert not resolve(environment, "e", words).inputs
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -293,16 +256,6 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     assert preloads({"LD_PRELOAD": ""}) == {}
     chosen = preloads({"MALLOC_CONF": "narenas:1"})
     assert "MALLOC_CONF" not in chosen
-
-
-def test_no_library_is_loaded_that_was_made_outside_the_environment_and_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr("llava.launch.command.find_library", lambda name: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "llava").mkdir()
-    for name in ("libmkl_as_on_intel.so", "libmkl_avx512_on_amd.so", "libmimalloc.so.3"):
-        (tmp_path / "llava" / name).touch()
-    loaded = preloads({"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}, sys.executable).get("LD_PRELOAD", "")
-    assert loaded in ("", wheels_mimalloc(sys.executable))
 
 
 @pytest.mark.parametrize(("written", "code"), [(True, 0), (False, 85)])

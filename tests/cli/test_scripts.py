@@ -8,18 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.version import Version
 from paths import ROOT
 from run_inputs import inputs_in
 from shell import bash, only
 
-from llava.data.prepare import SOURCES
 from llava.launch.plan import as_json, resolve
 from llava.launch.settings import Refusal
 from llava.utils.processes import is_running
@@ -166,25 +162,6 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts(resolved):
     assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
 
 
-def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it(resolved):
-    preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": 8}
-    for stage, name, images in (("pretrain", "llava-558k", "images.zip"), ("finetune", "llava-665k", ".")):
-        source, run = SOURCES[name], resolved(stage, **preset)
-        (records,) = source.patterns if stage == "finetune" else source.patterns[:1]
-        assert run["flags"]["data_path"] == f"{source.folder}/{records}"
-        assert Path(run["flags"]["image_folder"]) == Path(source.folder, images)
-        assert run["batch"]["per_device"] * run["batch"]["accumulation"] * 8 == run["batch"]["global"]
-        read = [each for each in run["inputs"] if each["what"] in ("data", "images")]
-        advice = f"run python -m llava.data.prepare {name}"
-        assert len(read) == 2 and all(each["state"] == "found" or advice in each["hint"] for each in read)
-
-
-@pytest.mark.parametrize(("stage", "gpus", "batch"), [("pretrain", 64, (2, 2, 256)), ("finetune", 32, (1, 4, 128))])
-def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch, resolved):
-    run = resolved(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
-    assert (run["per_device"], run["accumulation"], run["global"]) == batch
-
-
 def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise(resolved):
     names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_image_folder")
     assert not resolved("finetune", NUM_GPUS=8)["flags"].keys() & set(names)
@@ -278,12 +255,15 @@ def test_what_the_shell_refuses_is_named(words, variables, said):
 
 def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
     path = tool_path("nvidia-smi", 'printf "GPU 0: a\\nGPU 1: b\\nGPU 2: c\\nGPU 3: d\\n"')
-    assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
+    assert (
+        "  devices              4 = 1 node x 4 GPUs\n"
+        in bash("scripts/pretrain.sh", path=path, DRY_RUN=1, LLAVA_PYTHON="false").stdout
+    )
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
 
-# In place of Python: a rank that saves on SIGUSR1, as the trainer does, or ends in other ways.
+# In place of Python: a rank that does not listen, or ends by itself.
 STAND_IN_TRAINER = """#!/usr/bin/env bash
 if [ "$BEHAVIOUR" = fails ]; then
   mkdir -p "$ERRORS"
@@ -293,14 +273,9 @@ if [ "$BEHAVIOUR" = fails ]; then
 fi
 exec "$REAL_PYTHON" -c '
 import os, pathlib, signal, subprocess, sys, time
-checkpoint, behaviour = pathlib.Path(os.environ["OUTPUT_DIR"], "checkpoint-1"), os.environ["BEHAVIOUR"]
-def save(*_):
-    if behaviour == "saves":
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "complete.json").touch()
-        os._exit(0)
-signal.signal(signal.SIGUSR1, save)
-signal.signal(signal.SIGTERM, save)
+behaviour = os.environ["BEHAVIOUR"]
+signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.signal(signal.SIGTERM, lambda *_: None)
 if behaviour.startswith("SIG"):
     os.kill(os.getpid(), getattr(signal, behaviour))
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
@@ -338,18 +313,6 @@ def when_ready(process: subprocess.Popen) -> int:
         if line.startswith("ready"):
             return int(line.split()[1])
     raise AssertionError(process.stderr.read())
-
-
-@pytest.mark.slow
-def test_ctrl_c_lets_the_ranks_save_and_asks_for_another_start(start):
-    process = start("saves")
-    worker = when_ready(process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does with Ctrl-C
-    _, stderr = process.communicate(timeout=20)
-    os.kill(worker, signal.SIGKILL)
-    assert process.returncode == 85, stderr
-    assert "SIGINT received: the ranks save after the current step and stop" in stderr and "Ctrl-C again" in stderr
-    assert "was killed" not in stderr and "Traceback" not in stderr
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(start):
@@ -419,28 +382,15 @@ def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, t
     assert "--learning_rate 0.5" in (out / "command.sh").read_text()
 
 
-# --- DeepSpeed configurations -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3), ("zero3_offload", 3), ("zero3_hpz", 3)])
 def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, stage):
     config = json.loads((ROOT / f"deepspeed_configs/{name}.json").read_text())
-    for key in (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ):
-        assert config[key] == "auto", key
-    assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
+    zero, sizes = config["zero_optimization"], ("train_batch_size", "train_micro_batch_size_per_gpu")
+    left = {config[name] for name in (*sizes, "gradient_accumulation_steps", "gradient_clipping")}
+    assert left | {config["bf16"]["enabled"], config["fp16"]["enabled"], zero["reduce_bucket_size"]} == {"auto"}
     assert config["data_types"]["grad_accum_dtype"] == "fp32"  # a step adds up many micro-batches
     assert config["timers"]["throughput"]["enabled"] is False  # it waits for the GPU in every micro-batch
-    zero = config["zero_optimization"]
-    assert zero["stage"] == stage
-    assert zero["reduce_bucket_size"] == "auto"
-    if stage == 3:
-        assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-        assert zero["stage3_prefetch_bucket_size"] == zero["stage3_param_persistence_threshold"] == "auto"
+    assert zero["stage"] == stage and zero.get("stage3_gather_16bit_weights_on_model_save", stage == 2)
     devices = [zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")]
     assert devices == (["cpu", "cpu"] if name.endswith("offload") else [None, None])
 
@@ -522,33 +472,8 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     assert "nonsense" in refused.stderr and "playground" in refused.stderr
 
 
-def test_setup_that_failed_shows_pips_words_and_starts_again(setup):
-    failed = setup(STAND_IN_STATUS=1)
-    assert failed.returncode != 0
-    assert "pip was here" in failed.stderr
-    assert setup().returncode == 0
-    assert "up to date" in setup().stdout
-
-
 def test_setup_calls_at_the_same_time_install_once(setup):
     with ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda _: setup(STAND_IN_SLEEP=0.3), range(3)))
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len(setup.calls()) == 3
-
-
-def test_the_lowest_versions_that_are_tested_are_the_floors_of_pyproject():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"])
-    floors = {r.name: next(s.version for s in r.specifier if s.operator == ">=") for r in requirements}
-    lines = [line for line in (ROOT / "constraints-lowest.txt").read_text().splitlines() if not line.startswith("#")]
-    lowest = dict(line.split("==") for line in lines)
-    assert lowest.keys() == {"torch", "transformers", "deepspeed"}
-    assert all(Version(version) == Version(floors[name]) for name, version in lowest.items())
-
-
-def test_setup_refuses_an_old_python_and_names_the_variable(setup):
-    run = setup(STAND_IN_VERSION="3.9.18")
-    assert run.returncode != 0
-    assert "PYTHON" in run.stderr and "3.9.18" in run.stderr and "3.11" in run.stderr
-    assert setup.calls() == []
