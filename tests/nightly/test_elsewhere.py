@@ -1,4 +1,4 @@
-"""The recipes of examples/, each for two steps in its trainer's own environment, which benchmarks/vs_peers.py makes.
+"""The recipes of examples/, each for two steps in its trainer's own environment, which scripts/test_all.sh makes.
 
 Each trainer has this tree's wheel, installed without requirements, and nothing else of this tree.
 """
