@@ -103,7 +103,7 @@ def test_the_page_on_scale_has_the_rows_that_the_command_prints(monkeypatch):
         written = list(csv.reader(file))[1:]
     assert list(scale.rows()) == written[:2]
     page = (common.ROOT / "docs/scale.md").read_text()
-    shown = [[row[i] for i in (0, 1, 2, 4, 7)] for row in written if row[1] != "1"]  # one card of 24 and 80 GB, eight of 80
+    shown = [[row[i] for i in (0, 1, 2, 4, 7)] for row in written if row[1] != "1"]  # 24 and 80 GB, eight of 80
     assert all("| " + " | ".join(row) + " |\n" in page for row in shown)
 
 

@@ -84,7 +84,7 @@ def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subproce
 
 @pytest.mark.slow
 def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
-    words = ["--cpu", "--parts", "step_3b", "--output-dir", str(tmp_path)]
+    words = ["--cpu", "--parts", "demo", "--output-dir", str(tmp_path)]
     command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", *words]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     assert process.returncode == 130 and "interrupted" in error
     gone, left = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
     assert started and not left, gone
-    assert not (tmp_path / "gpu_step_3b.json").exists() and not (tmp_path / "work/step_3b").exists()
+    assert not (tmp_path / "gpu_demo.json").exists() and not (tmp_path / "work/demo").exists()
 
 
 def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path):
