@@ -22,45 +22,14 @@ DATA_SOURCE="run python -m llava.data.prepare llava-next"
 : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}" # an empty value means: without DeepSpeed
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE${LORA_R:+-lora}}"
 
-launch llava/train/train_mem.py \
-  --plugin "${PLUGINS:-}" \
-  --model_name_or_path "$MODEL_PATH" \
-  --version "$PROMPT_VERSION" \
-  --data_path "$DATA_PATH" \
-  --image_folder "$IMAGE_FOLDER" \
-  --image_aspect_ratio "${IMAGE_ASPECT_RATIO:-square}" \
-  --image_grid_pinpoints "${IMAGE_GRID_PINPOINTS:-}" \
-  --mm_patch_merge_type "${MM_PATCH_MERGE_TYPE:-}" \
-  --vision_tower "$VISION_TOWER" \
-  --mm_vision_select_layer -2 \
-  --mm_vision_select_feature patch \
-  --mm_projector_type "${PROJECTOR:-mlp2x_gelu}" \
+launch \
   --pretrain_mm_mlp_adapter "$PRETRAIN_ADAPTER" \
-  --mm_projector_norm "$NORM" \
-  --mm_projector_norm_init "${NORM_INIT:-}" \
-  --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \
   --mm_tunable_parts "$TUNABLE_PARTS" \
   --lora_enable "${LORA_R:+True}" \
   --lora_r "$LORA_R" \
   --lora_alpha "$LORA_ALPHA" \
-  --label_masking "$LABEL_MASKING" \
-  --model_max_length "$MODEL_MAX_LENGTH" \
   --group_by_modality_length "$GROUP_BY_MODALITY_LENGTH" \
   --length_group_window "$LENGTH_GROUP_WINDOW" \
-  --deepspeed "$DEEPSPEED_CONFIG" \
-  --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
-  --per_device_train_batch_size "$PER_DEVICE_BATCH" \
-  --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
-  --use_liger_kernel "$LIGER" \
-  --optim "${OPTIM:-}" \
-  --learning_rate "$LEARNING_RATE" \
   --mm_vision_tower_lr "$VISION_TOWER_LR" \
   --mm_projector_lr "$PROJECTOR_LR" \
-  --lr_scheduler_type cosine \
-  --warmup_ratio "${WARMUP_RATIO:-0.03}" \
-  --weight_decay 0.0 \
-  --num_train_epochs "$EPOCHS" \
-  --max_steps "$MAX_STEPS" \
-  --seed "$SEED" \
-  --output_dir "$OUTPUT_DIR" \
   "$@"

@@ -86,14 +86,47 @@ take_flags() {
   done
 }
 
-# Hands the run over to llava/launch, which adds what depends on the devices. A flag with an empty value is left out.
-launch() { # entry, flags of the stage and of the caller
+# Hands the run over to llava/launch with the flags of both stages; it adds what depends on the devices, and leaves out a
+# flag with an empty value.
+launch() { # flags of this stage alone, and of the caller
   local python evaluates=${EVAL_DATA_PATH:-}
   python=$(plain_python) || exit
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=auto}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
   export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN RUN_NAME BF16 TF32 \
     NUM_GPUS CPU_RANKS NNODES HOSTFILE LAUNCHER MAX_RESTARTS NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID
-  exec "$python" -m llava.launch "$1" \
+  exec "$python" -m llava.launch llava/train/train_mem.py \
+    --plugin "${PLUGINS:-}" \
+    --model_name_or_path "$MODEL_PATH" \
+    --version "$PROMPT_VERSION" \
+    --data_path "$DATA_PATH" \
+    --image_folder "$IMAGE_FOLDER" \
+    --image_aspect_ratio "${IMAGE_ASPECT_RATIO:-square}" \
+    --image_grid_pinpoints "${IMAGE_GRID_PINPOINTS:-}" \
+    --mm_patch_merge_type "${MM_PATCH_MERGE_TYPE:-}" \
+    --vision_tower "$VISION_TOWER" \
+    --mm_vision_select_layer -2 \
+    --mm_vision_select_feature patch \
+    --mm_projector_type "${PROJECTOR:-mlp2x_gelu}" \
+    --mm_projector_norm "$NORM" \
+    --mm_projector_norm_init "${NORM_INIT:-}" \
+    --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \
+    --label_masking "$LABEL_MASKING" \
+    --model_max_length "$MODEL_MAX_LENGTH" \
+    --deepspeed "$DEEPSPEED_CONFIG" \
+    --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
+    --per_device_train_batch_size "$PER_DEVICE_BATCH" \
+    --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
+    --use_liger_kernel "$LIGER" \
+    --optim "${OPTIM:-}" \
+    --learning_rate "$LEARNING_RATE" \
+    --lr_scheduler_type cosine \
+    --warmup_ratio "${WARMUP_RATIO:-0.03}" \
+    --weight_decay 0.0 \
+    --num_train_epochs "$EPOCHS" \
+    --max_steps "$MAX_STEPS" \
+    --max_grad_norm "${MAX_GRAD_NORM:-}" \
+    --seed "$SEED" \
+    --output_dir "$OUTPUT_DIR" \
     --attn_implementation "${ATTN_IMPLEMENTATION:-}" \
     --dataloader_num_workers "$NUM_WORKERS" \
     --logging_steps 1 \
@@ -101,11 +134,10 @@ launch() { # entry, flags of the stage and of the caller
     --save_strategy "$SAVE_STRATEGY" \
     --save_steps "$SAVE_STEPS" \
     --save_total_limit "$SAVE_TOTAL_LIMIT" \
-    --max_grad_norm "${MAX_GRAD_NORM:-}" \
     --eval_data_path "${EVAL_DATA_PATH:-}" \
     --eval_image_folder "${EVAL_IMAGE_FOLDER:-}" \
     --eval_strategy "${evaluates:+steps}" \
     --eval_steps "${EVAL_STEPS:-${evaluates:+500}}" \
     --eval_on_start "${EVAL_ON_START:-}" \
-    "${@:2}"
+    "$@"
 }

@@ -16,37 +16,6 @@ DATA_SOURCE="run python -m llava.data.prepare llava-558k"
 : "${DEEPSPEED_CONFIG=deepspeed_configs/zero2.json}" # an empty value means: without DeepSpeed
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE}"
 
-launch llava/train/train_mem.py \
-  --plugin "${PLUGINS:-}" \
-  --model_name_or_path "$MODEL_PATH" \
-  --version "$PROMPT_VERSION" \
-  --data_path "$DATA_PATH" \
-  --image_folder "$IMAGE_FOLDER" \
-  --image_aspect_ratio "${IMAGE_ASPECT_RATIO:-square}" \
-  --image_grid_pinpoints "${IMAGE_GRID_PINPOINTS:-}" \
-  --mm_patch_merge_type "${MM_PATCH_MERGE_TYPE:-}" \
-  --vision_tower "$VISION_TOWER" \
-  --mm_vision_select_layer -2 \
-  --mm_vision_select_feature patch \
-  --mm_projector_type "${PROJECTOR:-mlp2x_gelu}" \
-  --mm_projector_norm "$NORM" \
-  --mm_projector_norm_init "${NORM_INIT:-}" \
-  --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \
+launch \
   --tune_mm_mlp_adapter True \
-  --label_masking "$LABEL_MASKING" \
-  --model_max_length "$MODEL_MAX_LENGTH" \
-  --deepspeed "$DEEPSPEED_CONFIG" \
-  --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
-  --per_device_train_batch_size "$PER_DEVICE_BATCH" \
-  --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
-  --use_liger_kernel "$LIGER" \
-  --optim "${OPTIM:-}" \
-  --learning_rate "$LEARNING_RATE" \
-  --lr_scheduler_type cosine \
-  --warmup_ratio "${WARMUP_RATIO:-0.03}" \
-  --weight_decay 0.0 \
-  --num_train_epochs "$EPOCHS" \
-  --max_steps "$MAX_STEPS" \
-  --seed "$SEED" \
-  --output_dir "$OUTPUT_DIR" \
   "$@"
