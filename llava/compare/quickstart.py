@@ -65,7 +65,7 @@ class Quickstart(Experiment):
         self.prepare()
         width = len(self.places())
         order = "in sequence" if width == 1 else f"{width} at a time"
-        title = f"{count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
+        title = f"2 of 3, {count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
         self.part(title, {run.arm: self.lane(run) for run in self.runs})
         self.page()
 
@@ -73,12 +73,14 @@ class Quickstart(Experiment):
         """The language model | pictures, then the tower."""
         root = ["--root", str(self.root)]
         model, *pictures = self.inputs(["smollm2", *root], [self.data, *root], ["tower", "--data", self.data, *root])
-        self.part("inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, [{}, {}])
+        self.part(
+            "1 of 3, inputs: language model, pictures, vision tower", {"model": [model], "tower": pictures}, [{}, {}]
+        )
 
     def page(self) -> None:
         """Checks the runs, writes the record and the page, and prints the table."""
         data = self.root / self.data / RECORDS
-        self.part("update rates", self.measurements(["update-rates"], str(data), MEASURED))
+        self.part("3 of 3, update rates", self.measurements(["update-rates"], str(data), MEASURED))
         file = self.folder / FILE
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
         title, own = f"{' and '.join(self.arms)} on {self.data}", {"examples": self.examples(), "talk": self.talk()}
@@ -138,7 +140,8 @@ def run(args: argparse.Namespace) -> None:
     folder = args.output_dir or Path("outputs") / name
     quickstart = Quickstart(DEMO, arms, [], folder, args.data)
     quickstart.run()
-    print(f"\npage          {folder}/{PAGE}    table, record: table.md, {FILE}")
-    print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}    logs: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
-    print(f"talk to it    {quickstart.talk()}")
-    print("every table and figure of the paper    bash scripts/analyze.sh    (docs/analysis.md)")
+    print(f"\npage          {folder}/{PAGE}; its table and record: table.md, {FILE}")
+    print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}")
+    print("logs          beside them: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
+    print("the paper     every table and figure: bash scripts/analyze.sh (docs/analysis.md)")
+    print(f"talk to the last arm:\n{quickstart.talk()}")

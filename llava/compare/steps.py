@@ -4,7 +4,9 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from llava.utils.provenance import DONE
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
+TITLE_WIDTH = 28
 MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
 
 
@@ -62,9 +65,12 @@ class Step:
         raise StepError("\n".join([command, *lines, f"its log: {self.log}", "rerun the same command to resume"]))
 
     def progress(self) -> str:
-        """The last line that the command printed; of a progress bar the numbers alone."""
+        """What fits into a line of the last line that the command printed; of a progress bar the numbers alone."""
         (line,) = last_lines(self.log, 1)
-        return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
+        line, width = re.sub(r"\|[^|]*\|", "", line), max(20, shutil.get_terminal_size().columns - TITLE_WIDTH - 4)
+        while len(line) > width and ", " in line:
+            line = line.rpartition(", ")[0]
+        return textwrap.shorten(line, width, placeholder=" ...") or "starting"
 
 
 def training(title: str, stage: str, folder: Path, settings: Mapping[str, str], runs: Sequence[Run]) -> Step:
@@ -163,7 +169,7 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
 
 
 def _show(lane: Lane, text: str) -> None:
-    print(f"  {lane.running.title:<28} {text}", flush=True)
+    print(f"  {lane.running.title:<{TITLE_WIDTH}} {text}", flush=True)
 
 
 def runs_at_once(runs: int, cores: int) -> int:

@@ -333,7 +333,8 @@ class TrainingProgress(TrainerCallback):
         self.bar = progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.bar.update(state.global_step - self.bar.n)
+        if not control.should_log:  # else `on_log`, with this step's loss
+            self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -342,6 +343,7 @@ class TrainingProgress(TrainerCallback):
         line = ", ".join(f"{_SHOWN.get(name, name)} {value:.4g}" for name, value in figures.items())
         if "loss" in figures:
             self.bar.set_postfix_str(line, refresh=False)
+            self.bar.update(state.global_step - self.bar.n)
         if line and state.is_world_process_zero and (in_terminal() or "loss" not in figures):
             self.bar.write(f"step {state.global_step}: {line}", file=sys.stderr)
 

@@ -7,7 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 EVERY = 30.0  # seconds between lines: a shorter job says nothing
-_COUNT = "{n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_COUNT = "{n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def in_terminal() -> bool:
