@@ -1,11 +1,15 @@
-"""The names of LLaVA's `llava.utils` that evaluation harnesses import."""
+"""The names of LLaVA's `llava.utils` that its evaluation, serving and merging programs import."""
 
+import json
 import logging
 import os
 from typing import Any
 
 LOGDIR = "."
-"""Folder of the files of `build_logger`."""
+"""Folder of the log files of LLaVA's controller, workers and page."""
+
+server_error_msg = "The server did not answer. Please try again, or reload the page."
+moderation_msg = "The moderation service flagged this message. Please write it differently."
 
 
 def disable_torch_init() -> None:
@@ -13,12 +17,14 @@ def disable_torch_init() -> None:
 
 
 def build_logger(logger_name: str, logger_filename: str) -> logging.Logger:
-    """The logger of that name; it writes to stderr and to a file in `LOGDIR`."""
+    """The logger of that name; it writes to stderr and to a file in `LOGDIR`, a new one each day."""
+    from logging.handlers import TimedRotatingFileHandler
+
     logger = logging.getLogger(logger_name)
     logger.setLevel(logging.INFO)
     if not logger.handlers:
         os.makedirs(LOGDIR, exist_ok=True)
-        file = logging.FileHandler(os.path.join(LOGDIR, logger_filename), encoding="utf-8")
+        file = TimedRotatingFileHandler(os.path.join(LOGDIR, logger_filename), when="D", utc=True, encoding="utf-8")
         for handler in (logging.StreamHandler(), file):
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
             logger.addHandler(handler)
@@ -39,3 +45,24 @@ def rank_print(*args: Any) -> None:
     from torch import distributed
 
     print(*([f"rank {distributed.get_rank()}:"] if distributed.is_initialized() else []), *args)
+
+
+def violates_moderation(text: str) -> bool:
+    """Whether OpenAI's moderation service flags `text`, which is sent there.
+
+    Raises:
+        KeyError: `OPENAI_API_KEY` is not set.
+        OSError, ValueError: the service did not answer; an unchecked text does not count as harmless.
+    """
+    from urllib import request as web
+
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    body = json.dumps({"input": text}).encode()
+    request = web.Request("https://api.openai.com/v1/moderations", body, headers)
+    with web.urlopen(request, timeout=5) as response:
+        return bool(json.load(response)["results"][0]["flagged"])
+
+
+def pretty_print_semaphore(semaphore: Any) -> str:
+    """How many more may pass a semaphore, for a log."""
+    return "None" if semaphore is None else f"Semaphore(value={semaphore._value}, locked={semaphore.locked()})"
