@@ -19,8 +19,8 @@ from vision_language_models import IMAGE, TEXT
 from llava.analysis.remote_code import restore_removed_names
 
 CODE = Path(__file__).parent / "own_code"
-VISION = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
-KIMI_IMAGES = {"AutoImageProcessor": "image_processing_kimi_vl.KimiVLImageProcessor"}
+VISION = {"hidden_size": 24, "patch_size": 4}
+KIMI_IMAGES = {"AutoImageProcessor": "kimi_vl.KimiVLImageProcessor"}
 MEDIA = ["<|media_pad|>", "<|media_start|>", "<|media_content|>", "<|media_end|>"]
 KIMI_PICTURE = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
 MLA = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -38,7 +38,7 @@ def made(module: str, config: str, model: str, settings: dict[str, Any], **given
         given: attributes of the config that no file has.
     """
     restore_removed_names()
-    code = importlib.import_module(f"own_code.modeling_{module}")
+    code = importlib.import_module(f"own_code.{module}")
     config = getattr(code, config)(**settings)
     for name, value in given.items():
         setattr(config, name, value)
@@ -53,7 +53,7 @@ def made(module: str, config: str, model: str, settings: dict[str, Any], **given
 
 
 def moonvit() -> torch.nn.Module:
-    return made("moonvit", "MoonViTConfig", "MoonVitPretrainedModel", VISION)
+    return made("kimi_vl", "MoonViTConfig", "MoonVitPretrainedModel", VISION)
 
 
 def kimi_vl() -> torch.nn.Module:
@@ -99,16 +99,16 @@ def write(folder: Path, model: torch.nn.Module, auto: dict[str, str], images: di
 
 
 def write_moonvit(folder: Path) -> torch.nn.Module:
-    auto = {"AutoConfig": "configuration_moonvit.MoonViTConfig", "AutoModel": "modeling_moonvit.MoonVitPretrainedModel"}
+    auto = {"AutoConfig": "kimi_vl.MoonViTConfig", "AutoModel": "kimi_vl.MoonVitPretrainedModel"}
     images = {"image_processor_type": "KimiVLImageProcessor", "auto_map": KIMI_IMAGES}
     write(folder, model := moonvit(), auto, images)
     return model
 
 
 def write_kimi_vl(folder: Path) -> torch.nn.Module:
-    auto = {"AutoConfig": "configuration_kimi_vl.KimiVLConfig"}
-    auto["AutoModelForCausalLM"] = "modeling_kimi_vl.KimiVLForConditionalGeneration"
-    processor = {"AutoProcessor": "processing_kimi_vl.KimiVLProcessor"}
+    auto = {"AutoConfig": "kimi_vl.KimiVLConfig"}
+    auto["AutoModelForCausalLM"] = "kimi_vl.KimiVLForConditionalGeneration"
+    processor = {"AutoProcessor": "kimi_vl.KimiVLProcessor"}
     images = {"image_processor_type": "KimiVLImageProcessor", "processor_class": "KimiVLProcessor"}
     write(folder, model := kimi_vl(), auto, images | {"auto_map": KIMI_IMAGES | processor})
     write_tokenizer(folder, KIMI_PICTURE)
@@ -120,6 +120,6 @@ def write_ovis2_5(folder: Path) -> torch.nn.Module:
     write_tokenizer(folder, "<image>")
     images = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}} | MEAN
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    auto = {"AutoConfig": "configuration_ovis2_5.Ovis2_5_Config", "AutoModelForCausalLM": "modeling_ovis2_5.Ovis2_5"}
+    auto = {"AutoConfig": "ovis2_5.Ovis2_5_Config", "AutoModelForCausalLM": "ovis2_5.Ovis2_5"}
     write(folder, model := ovis2_5(folder), auto, images)
     return model

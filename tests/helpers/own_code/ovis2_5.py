@@ -2,66 +2,63 @@
 
 Like the published code it reads an attribute that transformers 5 has no more, keeps ids in a buffer that no file holds,
 never calls `post_init`, and has `get_wte` instead of `get_input_embeddings`.
-
-Shapes: P patches, E hidden size of the vision transformer, V rows of the visual vocabulary, D hidden size of the LLM.
 """
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithNoAttention
 from transformers.modeling_utils import PreTrainedModel
 
-from .configuration_ovis2_5 import Ovis2_5_Config, Siglip2NavitConfig
-
-IMAGE_PLACEHOLDER, IMAGE_PLACEHOLDER_ID = "<image>", -200
-VISUAL_ATOM_ID = -300
+IMAGE_PLACEHOLDER, VISUAL_ATOM_ID = "<image>", -300
 INDICATOR_IDS = [-301, -302, -303, -304]
+MERGED = 2  # patches along a side of what becomes one visual token
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Siglip2NavitConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.heads = config.num_attention_heads
-        self.layer_norm1, self.layer_norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, config.intermediate_size), nn.Linear(config.intermediate_size, width)
+class Siglip2NavitConfig(PretrainedConfig):
+    model_type = "siglip2_navit"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.layer_norm1(x)).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)
-        x = x + self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))
-        return x + self.fc2(F.gelu(self.fc1(self.layer_norm2(x))))
+    def __init__(self, hidden_size: int = 24, patch_size: int = 4, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden_size, self.patch_size = hidden_size, patch_size
+
+
+class Ovis2_5_Config(PretrainedConfig):
+    model_type = "ovis2_5"
+    sub_configs = {"llm_config": Qwen3Config, "vit_config": Siglip2NavitConfig}
+
+    def __init__(self, llm_config=None, vit_config=None, visual_vocab_size: int = 40, hidden_size=None, **kwargs):
+        self.llm_config = Qwen3Config(**llm_config) if isinstance(llm_config, dict) else llm_config
+        self.vit_config = Siglip2NavitConfig(**vit_config) if isinstance(vit_config, dict) else vit_config
+        self.visual_vocab_size, self.hidden_size = visual_vocab_size, hidden_size
+        super().__init__(**kwargs)
 
 
 class VisionTransformer(nn.Module):
     def __init__(self, config: Siglip2NavitConfig):
         super().__init__()
-        self.patch_embedding = nn.Linear(config.num_channels * config.patch_size**2, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.patch_embedding = nn.Linear(3 * config.patch_size**2, config.hidden_size)
+        self.layers = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2))
         self.post_layernorm = nn.LayerNorm(config.hidden_size)
 
 
 class Siglip2NavitModel(PreTrainedModel):
     config_class = Siglip2NavitConfig
     base_model_prefix = "siglip2_navit"
-    _no_split_modules = ["Layer"]
 
     def __init__(self, config: Siglip2NavitConfig):
         super().__init__(config)
         self.vision_model = VisionTransformer(config)
 
     def forward(self, pixel_values, grid_thws, output_hidden_states=None, return_dict=None):
-        assert len(grid_thws) == 1, "one picture"
         x, states = self.vision_model.patch_embedding(pixel_values.to(self.dtype)), ()
         for layer in self.vision_model.layers:
             x = layer(x)
             states += (x,)
-        return BaseModelOutputWithNoAttention(
-            last_hidden_state=self.vision_model.post_layernorm(x), hidden_states=states
-        )
+        return BaseModelOutputWithNoAttention(self.vision_model.post_layernorm(x), hidden_states=states)
 
 
 AutoConfig.register("siglip2_navit", Siglip2NavitConfig, exist_ok=True)
@@ -81,32 +78,29 @@ class VisualTokenizer(nn.Module):
         self.vit = vit
         self.image_processor = AutoImageProcessor.from_pretrained(image_processor_name_or_path, do_center_crop=False)
         words = visual_vocab_size - len(INDICATOR_IDS)
-        width = vit.config.hidden_size * vit.config.hidden_stride**2
-        self.head = nn.Sequential(nn.Linear(width, words, bias=False), nn.LayerNorm(words))
+        self.head = nn.Sequential(nn.Linear(vit.config.hidden_size * MERGED**2, words, bias=False), nn.LayerNorm(words))
 
-    def preprocess(self, image, min_pixels: int, max_pixels: int):
+    def preprocess(self, image):
         """Patches [P, 3 * patch * patch], squares of four one after the other, and the grid [1, 3]."""
-        side, stride = self.vit.config.patch_size, self.vit.config.hidden_stride
-        width, height = (max(length // (side * stride), 1) * side * stride for length in image.convert("RGB").size)
+        side = self.vit.config.patch_size
+        width, height = (max(length // (side * MERGED), 1) * side * MERGED for length in image.convert("RGB").size)
         size = {"height": height, "width": width}
         pixels = self.image_processor.preprocess(image, size=size, return_tensors="np")["pixel_values"][0]
         rows, columns = height // side, width // side
-        squares = np.array(pixels).reshape(3, rows // stride, stride, side, columns // stride, stride, side)
+        squares = np.array(pixels).reshape(3, rows // MERGED, MERGED, side, columns // MERGED, MERGED, side)
         patches = squares.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
         return torch.tensor(patches), torch.tensor([[1, rows, columns]])
 
     def forward(self, pixel_values: torch.Tensor, grid_thws: torch.Tensor) -> torch.Tensor:
         features = self.vit(pixel_values, grid_thws, output_hidden_states=True, return_dict=True).hidden_states[-1]
-        weights = self.head(features.reshape(len(features) // self.vit.config.hidden_stride**2, -1)).softmax(-1)
+        weights = self.head(features.reshape(len(features) // MERGED**2, -1)).softmax(-1)
         return F.pad(weights, (0, len(INDICATOR_IDS)))
 
 
-class OvisPreTrainedModel(PreTrainedModel):
+class Ovis2_5(PreTrainedModel):
     config_class = Ovis2_5_Config
     base_model_prefix = "ovis2_5"
 
-
-class Ovis2_5(OvisPreTrainedModel):
     def __init__(self, config: Ovis2_5_Config, *inputs, **kwargs):
         super().__init__(config, *inputs, **kwargs)
         self.llm = AutoModelForCausalLM.from_config(config.llm_config)
@@ -125,32 +119,26 @@ class Ovis2_5(OvisPreTrainedModel):
         return self.llm.get_input_embeddings()
 
     def forward(self, input_ids, attention_mask, pixel_values, grid_thws, labels=None, **kwargs):
-        inputs_embeds = self.merge_multimodal(input_ids, pixel_values, grid_thws)
-        return self.llm(inputs_embeds=inputs_embeds, attention_mask=attention_mask, labels=labels, **kwargs)
-
-    def merge_multimodal(self, input_ids, pixel_values, grid_thws):
         embeds = self.get_wte()(input_ids.clamp(min=0)).clone()
         if pixel_values is not None:
             markers = self.vte(self.indicator_token_indices).to(embeds.dtype)
             embeds[input_ids == VISUAL_ATOM_ID] = self.vte(self.visual_tokenizer(pixel_values, grid_thws))
             for marker, index in zip(markers, INDICATOR_IDS, strict=True):
                 embeds[input_ids == index] = marker
-        return embeds
+        return self.llm(inputs_embeds=embeds, attention_mask=attention_mask, labels=labels, **kwargs)
 
-    def preprocess_inputs(
-        self, messages, min_pixels=64, max_pixels=4096, add_generation_prompt=True, enable_thinking=False
-    ):
+    def preprocess_inputs(self, messages, add_generation_prompt=True):
         text = self.text_tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         parts = [
             self.text_tokenizer(part, add_special_tokens=False).input_ids for part in text.split(IMAGE_PLACEHOLDER)
         ]
         images = [item["image"] for message in messages for item in message["content"] if item.get("image") is not None]
-        packed = [self.visual_tokenizer.preprocess(image, min_pixels, max_pixels) for image in images]
+        packed = [self.visual_tokenizer.preprocess(image) for image in images]
         ids = parts[0]
         for part, (_, grid) in zip(parts[1:], packed, strict=True):
-            atoms = int(grid.prod()) // self.visual_tokenizer.vit.config.hidden_stride**2
-            ids = ids + [INDICATOR_IDS[0]] + [VISUAL_ATOM_ID] * atoms + [INDICATOR_IDS[1]] + part
+            atoms = [VISUAL_ATOM_ID] * (int(grid.prod()) // MERGED**2)
+            ids = ids + [INDICATOR_IDS[0], *atoms, INDICATOR_IDS[1]] + part
         pixels, grids = (torch.cat(list(one)) for one in zip(*packed, strict=True)) if packed else (None, None)
         return torch.tensor([ids]), pixels, grids
