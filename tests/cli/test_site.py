@@ -19,6 +19,15 @@ FIRST = {
     "multiple nodes": "clusters",
     "my own data": "data",
     "vllm": "serve",
+    "video": "faq",
+    "several images": "faq",
+    "Windows": "faq",
+    "Colab": "faq",
+    "what is none": "faq",
+    "license": "faq",
+    "Table 2": "analysis",
+    "learning rate": "norm",
+    "LoRA": "models",
 }
 """Questions, and the page that answers each."""
 LOWERED = {"api", "changelog", "source"}
@@ -33,6 +42,13 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not re.search(loads, page.read_text()), page
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\((?:\"|')?(?:https?:)?//", style.read_text()), style
+
+
+def test_no_table_or_list_is_ended_early_by_the_parser(site):
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        for paragraph in re.findall(r"<p>(.*?)</p>", text, re.DOTALL):
+            assert not re.search(r"^\s*(\|[ -]|[-*] |\d+\. )", paragraph, re.MULTILINE), (page, paragraph[:200])
 
 
 @pytest.fixture(scope="module")
