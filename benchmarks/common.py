@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from PIL import Image
 
 from llava.utils.files import write_json, write_text
 from llava.utils.machine import own_cores, processor
+from llava.utils.processes import descendants, is_running, kill
 from llava.utils.versions import code_digest, git_commit, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,11 +68,11 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this tree; in a copy without .git the noted one beside WHEELS, unless the sources have changed."""
+    """The commit of this tree; in a copy without .git the noted one in WHEELS/1, unless the sources have changed."""
     # Benchmarks write the results themselves, so a change there does not change the measured code.
     if known := git_commit(ignored=("benchmarks/results", "docs")):
         return known
-    note = ROOT / os.environ.get("WHEELS", "") / COMMIT_NOTE
+    note = ROOT / os.environ.get("WHEELS", "") / "1" / COMMIT_NOTE
     noted, _, digest = (note.read_text(encoding="utf-8") if note.is_file() else "").strip().partition(" ")
     return noted if digest == code_digest(SOURCES) else None
 
@@ -130,24 +132,49 @@ class Failed(RuntimeError):
     """A command failed, or a run found something wrong; the message says what."""
 
 
-def run_logged(command: Sequence[Any], log: Path, variables: Mapping[str, Any], cwd: Path = ROOT) -> str:
+def run_logged(
+    command: Sequence[Any],
+    log: Path,
+    variables: Mapping[str, Any] | None = None,
+    cwd: Path = ROOT,
+    enough: Callable[[], bool] | None = None,
+) -> str:
     """Runs a command with its output in the file `log`, and returns that text.
 
     Args:
         variables: added to the environment.
+        enough: asked while it runs; once it returns True, the command is killed, and counts as done.
 
     Raises:
         Failed: the exit status is not 0; the message has the last error that was printed.
     """
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    environment = os.environ | {name: str(value) for name, value in (variables or {}).items()}
+    words, code = [str(word) for word in command], None
     with log.open("w") as output:
-        words = [str(word) for word in command]
-        code = subprocess.run(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+        process = subprocess.Popen(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while code is None:
+                try:
+                    code = process.wait(timeout=0.5 if enough else None)
+                except subprocess.TimeoutExpired:
+                    code = 0 if enough() else None
+        finally:
+            if process.poll() is None:
+                end_all(process)
     text = log.read_text(errors="replace")
     if code:
         print(f"whole log: {log}", flush=True)  # not part of the message, which a result may keep
         raise Failed(f"ended with {code}: {last_error(text)}")
     return text
+
+
+def end_all(process: subprocess.Popen) -> None:
+    """Kills a process and all that it started, and waits until they are gone and have freed the GPU."""
+    members = descendants(process.pid)
+    kill(process.pid)
+    process.wait()
+    while any(map(is_running, members)):
+        time.sleep(0.1)
 
 
 def last_error(text: str) -> str:

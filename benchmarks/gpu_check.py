@@ -5,7 +5,7 @@ output folder. A part that has been measured is not rerun while that file is the
 not run is. Exit status: 0; 1 if a part failed, 2 if the call was refused, 130 after Ctrl-C. LLAVA_PYTHON names the
 interpreter, WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
 
-With --minutes, a part runs only where its estimated minutes fit, and ends when the time is used up.
+With --minutes, a part runs only where its estimated seconds fit, and ends when the time is used up.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, end_all
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, PartRun
 from benchmarks.page import GPU_ROWS, number, targets
 from llava.utils.commands import Parser, whole
 from llava.utils.files import write_text
 from llava.utils.locks import InUse, locked
-from llava.utils.processes import descendants, is_running, kill, send, start
+from llava.utils.processes import descendants, is_running, send, start
 
 SUMMARY = "summary.md"
 RESERVE = 15.0  # seconds at the end of the time: ending a part, writing the table
@@ -37,6 +37,9 @@ def main() -> int:
     if args.part:  # the process of one part
         threading.Thread(target=end_with, args=(args.parent,), daemon=True).start()
         PartRun(args.part, args.output_dir, args.cpu).execute()
+        return 0
+    if args.plan:
+        print(plan(args.parts))
         return 0
     if reason := refusal(args.cpu):
         print(f"error: {reason}", file=sys.stderr)
@@ -62,11 +65,9 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        prog="gpu_check", description=__doc__,
-        epilog="parts:\n" + "\n".join(f"  {name:12} {part.minutes:g} min: {part.what}" for name, part in PARTS.items()),
-    )  # fmt: skip
+    parser = Parser(prog="gpu_check", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU: shows that every part runs")
+    parser.add_argument("--plan", action="store_true", help="print order and seconds of the parts")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default all")
     parser.add_argument("--output-dir", type=Path, help="default outputs/gpu_check, with --cpu outputs/gpu_check_cpu")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a part may take")
@@ -97,16 +98,25 @@ def interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def plan(names: list[str]) -> str:
+    """The parts in their order, with the seconds that each is estimated to take and their sum so far."""
+    lines, total = ["| part | seconds | sum | what |", "|---|---|---|---|"], 0
+    for name in names:
+        total += PARTS[name].seconds
+        lines.append(f"| {name} | {PARTS[name].seconds} | {total} | {PARTS[name].what} |")
+    return "\n".join(lines)
+
+
 def run_parts(args: argparse.Namespace) -> None:
     """Runs the parts that are not measured yet and that fit in the time that is left; writes the table between."""
     for name in args.parts:
         write_text(args.output_dir / SUMMARY, summary(args.output_dir, args.cpu))
-        result, minutes = read(args.output_dir, name, args.cpu), PARTS[name].minutes
+        result, seconds = read(args.output_dir, name, args.cpu), PARTS[name].seconds
         left = args.started + 60 * args.minutes - time.time() - RESERVE if args.minutes else float("inf")
         if result and result["status"] == MEASURED:
             print(f"{name:12} measured before", flush=True)
-        elif 60 * minutes > left:
-            print(f"{name:12} open: takes about {minutes:g} min, {max(0.0, left) / 60:.1f} are left of --minutes "
+        elif seconds > left:
+            print(f"{name:12} open: takes about {seconds} s, {max(0.0, left):.0f} are left of --minutes "
                   f"{args.minutes}; rerun the same command to continue", flush=True)  # fmt: skip
         else:
             run_part(name, args, min(args.limit, left))
@@ -131,8 +141,7 @@ def run_part(name: str, args: argparse.Namespace, limit: float) -> None:
             reason = f"it took longer than {limit:.4g} s ({'--limit' if limit == args.limit else '--minutes'})"
         finally:
             if process.poll() is None:
-                kill(process.pid)
-                process.wait()
+                end_all(process)
             part.rows = part.measured_rows()  # all that is left of a part that was killed
             shutil.rmtree(part.work, ignore_errors=True)
     if not read(args.output_dir, name, args.cpu):

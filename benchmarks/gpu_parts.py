@@ -8,11 +8,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -99,12 +97,12 @@ def need(*packages: str) -> None:
         raise NotRun(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
 
 
-def run_logged(part: PartRun, name: str, command: list[Any], variables: dict[str, Any] | None = None) -> str:
-    """What a command printed, which also stands in its own log; raises Failed with the command's name."""
+def run_logged(part: PartRun, name: str, command: list[Any], **options: Any) -> str:
+    """`common.run_logged` with a log of its own; raises Failed with the command's name."""
     path = part.log.with_name(f"{part.name}-{name}.log")
     print(f"{' '.join(map(str, command))} (log: {path})", flush=True)
     try:
-        return common.run_logged(command, path, variables or {})
+        return common.run_logged(command, path, **options)
     except Failed as failed:
         raise Failed(f"{name} {failed} (log: {path})") from None
 
@@ -122,13 +120,16 @@ def tests(part: PartRun) -> None:
 
 def step(part: PartRun, arms: list[str]) -> None:
     """Arms of benchmarks/train_step.py at the recipe's micro-batches; rows remain if one of them fails."""
+    from llava.model.attention import runnable_flash
     from llava.train.kernels import has_liger
 
     if part.cpu:
         options = ["--steps", 2, "--repeats", 1, "--micro-batches", 2, "--micro-batch-tokens", 512]
         options += ["--arms", "packed", "padded"]
     else:
-        runnable = [arm for arm in arms if has_liger() or not arm.startswith("liger")]
+        if "flash4" in arms and "flash_attention_4" not in runnable_flash():
+            raise NotRun("flash-attn-4 is not installed, or has no kernels for this GPU")
+        runnable = [arm for arm in arms if has_liger() or not arm.startswith(("liger", "flash"))]
         options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2, "--arms", *runnable]
     try:
         command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", part.work, *options]
@@ -138,13 +139,9 @@ def step(part: PartRun, arms: list[str]) -> None:
 
 
 def vs_upstream(part: PartRun) -> None:
-    """Samples per second over those of LLaVA 1.2.2, in bf16; raises NotRun if its environment is missing."""
-    upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream"))
-    if not (upstream / "baseline.stamp").is_file():
-        raise NotRun(
-            f"upstream's environment {upstream.name} is missing; PREPARE_ONLY=1 bash scripts/upstream_baseline.sh "
-            "makes it where there is a network"
-        )
+    """Samples per second over those of LLaVA 1.2.2, in bf16; raises NotRun if its packages are missing."""
+    if not Path(os.environ.get("UPSTREAM_PACKAGES", ""), "transformers").is_dir():
+        raise NotRun("LLaVA's packages are missing; gpu_check.sh wheels collects them where there is a network")
     need("sentencepiece")
     options = ["--size", "tiny", "--stages", "finetune"] if part.cpu else ["--size", "3b", "--bf16"]
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--output-dir", part.work, "--repeats", 1, *options]
@@ -156,28 +153,38 @@ def vs_upstream(part: PartRun) -> None:
 # --- trainings --------------------------------------------------------------------------------------------------------
 
 
-def train(part: PartRun, stage: int, variables: dict[str, Any], way: str = "") -> tuple[list[dict[str, Any]], str]:
+def train(
+    part: PartRun, stage: int, variables: dict[str, Any], *flags: str, name: str = "", saves: bool = True
+) -> tuple[list[dict[str, Any]], str]:
     """Runs the stage's script; returns the log lines of its steps, and what it printed.
 
     Args:
-        way: a name for the run's folder and log, where a part runs a stage more than once.
+        flags: of the script, beside its variables.
+        name: of the run's folder and log; by default the stage's.
+        saves: write the final folder; else the run is ended when its last step is logged.
     """
-    folder, script = part.work / way / f"stage{stage}", SCRIPTS[stage]
+    name, script = name or f"stage{stage}", SCRIPTS[stage]
+    folder = part.work / name
     defaults = {"NUM_GPUS": 0 if part.cpu else 1, "OUTPUT_DIR": folder, "REPORT_TO": "none", "SAVE_STRATEGY": "no"}
     if part.cpu:
         defaults |= {"BF16": "False", "NUM_WORKERS": 0}
-    first = folder.with_name("stage1") / "mm_projector.bin"
+    first = part.work / "stage1/mm_projector.bin"
     defaults |= {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
     if "DATA_PATH" not in variables:
         defaults |= {"DATA_PATH": variables["IMAGE_FOLDER"].with_name(f"{script}.json")}
-    command = ["bash", f"scripts/{script}.sh", "--disable_tqdm", "True"]
+
+    def losses() -> list[dict[str, Any]]:
+        log = folder / "train_log.jsonl"
+        lines = log.read_text().rpartition("\n")[0].splitlines() if log.is_file() else []
+        return [line for line in map(json.loads, lines) if "loss" in line]
+
+    def all_logged() -> bool:
+        return not saves and len(losses()) >= variables["MAX_STEPS"]
+
+    command = ["bash", f"scripts/{script}.sh", "--disable_tqdm", "True", *flags]
     environment = {"LLAVA_PYTHON": sys.executable} | defaults | variables
-    log = run_logged(part, f"{way}-{script}".lstrip("-"), command, environment)
-    if not way:  # a disk may not hold a 7B model's weights twice
-        for weights in folder.glob("*.safetensors"):
-            weights.unlink()
-    lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line], log
+    log = run_logged(part, name, command, variables=environment, enough=all_logged)
+    return losses(), log
 
 
 def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -196,107 +203,96 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return row | {"peak_memory_gib": lines[-1]["peak_memory_gib"]}
 
 
-WAYS = {
-    "as it is": {},
-    "norm before the MLP": {"PROJECTOR": "pre_layernorm_mlp2x_gelu", "NORM": "none"},
-    "LoRA": {"LORA": 1},
-    "ZeRO-3": {"DEEPSPEED_CONFIG": "deepspeed_configs/zero3.json"},
-}
-"""Variables of the scripts."""
+def demo(part: PartRun, packages: tuple[str, ...] = (), flags: tuple[str, ...] = (), **variables: Any) -> None:
+    """Both stages of the demo, stage 2's second half once more from its checkpoint, and answers of the model.
 
-
-def demo(part: PartRun) -> None:
-    """`WAYS` to train the demo, side by side, on inputs that the playground makes; a row per way.
-
-    Raises:
-        Failed: one of them failed; the others have run to their end.
-    """
-    inputs, wrong, one_at_a_time = demo_inputs(part), [], threading.Lock()
-
-    def run(way: str) -> None:
-        try:
-            row = {"way": way} | training_row(one_way(part, way, inputs | WAYS[way]))
-        except Failed as reason:
-            wrong.append(f"{way}: {reason}")
-            return
-        with one_at_a_time:
-            part.add(row)
-
-    ways = [way for way in WAYS if find_spec("deepspeed") or way != "ZeRO-3"]
-    ways = ways[-2:] if part.cpu else ways  # each takes minutes there
-    with ThreadPoolExecutor(len(ways)) as pool:
-        list(pool.map(run, ways))
-    if wrong:
-        raise Failed("; ".join(wrong))
-
-
-def one_way(part: PartRun, way: str, variables: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both stages, answers of the model, and stage 2's second half once more from its checkpoint; the steps' lines.
+    Args:
+        flags, variables: of the scripts; the flags are stage 2's.
 
     Raises:
         Failed: a command failed, or the second half's losses are not those of the first time.
     """
-    name, again = way.replace(" ", "-"), f"{way.replace(' ', '-')}-resumed"
-    train(part, 1, variables, name)
-    variables = variables | {"SAVE_STRATEGY": "steps", "SAVE_STEPS": 2, "SAVE_TOTAL_LIMIT": 2}
-    variables |= {"PRETRAIN_ADAPTER": part.work / name / "stage1/mm_projector.bin"}
-    lines, _ = train(part, 2, variables, name)
-    (part.work / again / "stage2").mkdir(parents=True)
-    shutil.move(part.work / name / "stage2/checkpoint-2", part.work / again / "stage2")
-    later, _ = train(part, 2, variables, again)
+    need(*packages)
+    variables = demo_inputs(part) | variables
+    train(part, 1, variables)
+    saving = variables | {"SAVE_STRATEGY": "steps", "SAVE_STEPS": 2, "SAVE_TOTAL_LIMIT": 2}
+    lines, _ = train(part, 2, saving, *flags)
+    part.add(training_row(lines))
+    (part.work / "resumed").mkdir()
+    shutil.move(part.work / "stage2/checkpoint-2", part.work / "resumed")
+    later, _ = train(part, 2, saving, *flags, name="resumed")
     losses, repeated = ([line["loss"] for line in some[-2:]] for some in (lines, later))
     if not all(math.isclose(*pair, rel_tol=1e-2) for pair in zip(losses, repeated, strict=True)):
         raise Failed(f"the losses after checkpoint-2 are {repeated} when resumed, and were {losses} before")
-    heldout = part.work / "playground/scenes/heldout.json"
-    command = [sys.executable, "-m", "llava.eval.answer", "--model-path", part.work / name / "stage2"]
+    images = variables["IMAGE_FOLDER"]
+    command = [sys.executable, "-m", "llava.eval.answer", "--model-path", part.work / "stage2"]
     command += ["--model-base", variables["MODEL_PATH"]] if "LORA" in variables else []
-    command += ["--data", heldout, "--image-folder", heldout.with_name("images"), "--max-new-tokens", 8]
-    run_logged(part, f"{name}-answers", [*command, "--output", part.work / f"{name}.jsonl"])
-    return lines
+    command += ["--data", images.with_name("heldout.json"), "--image-folder", images, "--max-new-tokens", 8]
+    run_logged(part, "answers", [*command, "--output", part.work / "answers.jsonl"])
 
 
 def demo_inputs(part: PartRun) -> dict[str, Any]:
-    """Makes pictures, a vision tower and a language model with random weights; the scripts' variables."""
-    root = part.work / "playground"
-    playground = [sys.executable, "-m", "playground"]
-    numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
-    run_logged(part, "scenes", [*playground, "scenes", "--root", root, *numbers])
-    run_logged(part, "tower", [*playground, "tower", "--root", root, "--steps", 4])
-    write_models(part, "tiny" if part.cpu else "demo")
-    variables = {"PRESET": "demo", "MODEL_PATH": part.work / "language_model", "MAX_STEPS": 4}
+    """Variables of pictures and a vision tower that the playground makes, and of a model with random weights."""
+
+    def make(root: Path) -> None:
+        playground = [sys.executable, "-m", "playground"]
+        numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
+        run_logged(part, "scenes", [*playground, "scenes", "--root", root, *numbers])
+        run_logged(part, "tower", [*playground, "tower", "--root", root, "--steps", 4])
+
+    root = kept(part, "playground", make)
+    variables = models(part, "demo") | {"PRESET": "demo", "MAX_STEPS": 4}
     return variables | {"VISION_TOWER": root / "siglip-scenes", "IMAGE_FOLDER": root / "scenes/images"}
 
 
-def write_models(part: PartRun, preset: str, *options: Any) -> None:
-    """Writes `language_model` and `tower` into the part's folder, by a process that frees the GPU when it ends."""
-    run_logged(part, "models", [sys.executable, "-m", "benchmarks.shapes", preset, part.work, *options])
+def models(part: PartRun, preset: str, layers: int | None = None) -> dict[str, Any]:
+    """Variables of a language model and a tower with random weights, made by a process that frees the GPU again."""
+    preset = "tiny" if part.cpu else preset
+    command = [sys.executable, "-m", "benchmarks.shapes", preset]
+    command += ["--layers", layers] if layers else []
+    name = f"{preset}-{layers}-layers" if layers else preset
+    folder = kept(part, name, lambda place: run_logged(part, "models", [*command, place]))
+    return {"MODEL_PATH": folder / "language_model", "VISION_TOWER": folder / "tower"}
 
 
-def zero(part: PartRun, preset: str, config: str) -> None:
-    """Both stages in a preset's shapes with a file of deepspeed_configs on one GPU; peak memory beside the estimate.
+def kept(part: PartRun, name: str, make: Callable[[Path], Any]) -> Path:
+    """A folder of inputs that `make` fills once, for all parts of this and later calls."""
+    folder = part.output_dir / "inputs" / name
+    if not folder.is_dir():
+        partial = folder.with_name(f"{name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
+        partial.mkdir(parents=True)
+        make(partial)
+        partial.rename(folder)
+    return folder
+
+
+def zero(part: PartRun, preset: str, config: str, stages: tuple[int, ...], **variables: Any) -> None:
+    """Stages in a preset's shapes on one GPU; peak memory beside the estimate, a row when a stage's last step is done.
 
     Stage 2 has fewer layers where the states of the whole model exceed the GPU's memory.
+
+    Args:
+        config: a file of deepspeed_configs; empty for none.
+        variables: of the scripts.
     """
-    need("deepspeed")
+    need(*["deepspeed"] * bool(config))
     batch, steps = (4, 2) if part.cpu else (32, 4)
-    variables = {"PRESET": preset, "VISION_TOWER": part.work / "tower", "MODEL_PATH": part.work / "language_model"}
-    variables |= {"DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json", "IMAGE_FOLDER": part.work}
+    records = part.work / "records.json"
+    variables |= {"PRESET": preset, "DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json" if config else ""}
     variables |= {"GLOBAL_BATCH": batch, "PER_DEVICE_BATCH": 1, "MAX_STEPS": steps}
-    variables |= {"DATA_PATH": part.work / "records.json"}
+    variables |= {"IMAGE_FOLDER": part.work, "DATA_PATH": records}
     if part.cpu:
         variables |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
     common.write_photo(part.work / "photo.jpg", 384, 384)
-    for stage in SCRIPTS:
+    for stage in stages:
         layers = None if part.cpu or stage == 1 or "offload" in config else layers_that_fit(preset)
-        if stage == 1 or layers:
-            write_models(part, "tiny" if part.cpu else preset, *(["--layers", layers] if layers else []))
         if stage == 1:
-            records = common.caption_records(batch * steps, "photo.jpg")
+            common.write_records(records, common.caption_records(batch * steps, "photo.jpg"))
         else:
-            records = common.conversation_records(batch * steps, "photo.jpg", text_only=1 / 11)
-        common.write_records(part.work / "records.json", records)
-        lines, log = train(part, stage, variables)
-        row = {"stage": stage, "config": config, "layers": layers or "all"} | training_row(lines)
+            common.write_records(records, common.conversation_records(batch * steps, "photo.jpg", text_only=1 / 11))
+        lines, log = train(part, stage, variables | models(part, preset, layers), saves=False)
+        row = {"stage": stage, "config": config or "none", "layers": layers or "all"} | training_row(lines)
         row["estimate_gib"] = estimated_gib(log)
         if not part.cpu:  # on a CPU the peak is that of the whole process
             row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
@@ -328,31 +324,49 @@ def estimated_gib(log: str) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """What a part shows, and its estimated minutes on one GPU, which decide what --minutes skips."""
+    """What a part shows, and its estimated seconds on one GPU, which decide what --minutes skips."""
 
     what: str
-    minutes: float
+    seconds: int
     run: Callable[[PartRun], None]
 
 
-def zero_part(preset: str, config: str, minutes: float) -> Part:
-    what = f"{config}.json, shapes of {preset}: both stages, memory"
-    return Part(what, minutes, partial(zero, preset=preset, config=config))
+def zero_part(
+    size: str, config: str, seconds: int, what: str = "memory", stages: tuple[int, ...] = (1, 2), **variables: Any
+) -> Part:
+    preset = {"3b": "llama-3.2-3b", "7b": "qwen2.5-7b"}[size]
+    title = f"{config or 'no DeepSpeed'}, shapes of {preset}, stage {' and '.join(map(str, stages))}: {what}"
+    return Part(title, seconds, partial(zero, preset=preset, config=config, stages=stages, **variables))
 
 
-RECIPES_ARMS = ["packed", "liger", "liger_compiled_tower"]
-OTHER_ARMS = ["packed", "no_norm", "padded"]  # the last may need more than 80 GB
-# The most valuable first: what --minutes leaves no time for is at the end.
+def demo_part(what: str, **options: Any) -> Part:
+    return Part(f"the demo {what}: both stages, resume and answers", 70, partial(demo, **options))
+
+
+ZERO = "deepspeed_configs/zero{}.json"
+RECIPES_ARMS = ["packed", "padded", "liger", "liger_compiled_tower"]
+FLASH4_ARMS = ["liger_compiled_tower", "flash4"]
+# The order in which one card's half hour is best spent: what --minutes leaves no time for is at the end.
 PARTS = {
-    "step_3b": Part("a step in 3B shapes, both stages, as the recipes run it: MFU, tokens/s, memory, host "
-                    "syncs", 3, partial(step, arms=RECIPES_ARMS)),
-    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 1, tests),
-    "demo": Part("the demo: both stages, resume and answers, by LoRA, with another projector, under ZeRO-3", 4, demo),
-    "zero3_3b": zero_part("llama-3.2-3b", "zero3", 4),
-    "zero2_3b": zero_part("llama-3.2-3b", "zero2", 4),
-    "zero3_7b": zero_part("qwen2.5-7b", "zero3", 5),
-    "zero2_7b": zero_part("qwen2.5-7b", "zero2", 5),
-    "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 6, vs_upstream),
-    "arms_3b": Part("a step in 3B shapes: no norm, padding", 6, partial(step, arms=OTHER_ARMS)),
-    "offload_3b": zero_part("llama-3.2-3b", "zero3_offload", 5),
+    "step_3b": Part("a step in 3B shapes, both stages: MFU, tokens/s, memory, host syncs", 190,
+                    partial(step, arms=RECIPES_ARMS)),
+    "zero2_3b": zero_part("3b", "zero2", 90),
+    "zero3_3b": zero_part("3b", "zero3", 80),
+    "alone_3b": zero_part("3b", "", 60, "MFU, memory", (2,)),
+    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 60, tests),
+    "flash4_3b": Part("a step in 3B shapes with FlashAttention 4", 100, partial(step, arms=FLASH4_ARMS)),
+    "zero3_7b": zero_part("7b", "zero3", 110),
+    "zero2_7b": zero_part("7b", "zero2", 110),
+    "zero3_3b_16k": zero_part("3b", "zero3", 60, "MFU of micro-batches of 16,384 tokens", (2,),
+                              MAX_TOKENS_PER_MICRO_BATCH=16_384),
+    "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 300, vs_upstream),
+    "qlora": demo_part("by QLoRA", packages=("bitsandbytes",), flags=("--bits", "4"), LORA=1),
+    "zero2_demo": demo_part("under ZeRO-2", packages=("deepspeed",), DEEPSPEED_CONFIG=ZERO.format(2)),
+    "recompute": demo_part("under ZeRO-3, its leaf modules recomputed", packages=("deepspeed",),
+                           DEEPSPEED_CONFIG=ZERO.format(3), ACTIVATION_CHECKPOINTING="True"),
+    "lora": demo_part("by LoRA", LORA=1),
+    "demo": demo_part("as it is"),
+    "norm_before": demo_part("with the norm before the MLP", PROJECTOR="pre_layernorm_mlp2x_gelu", NORM="none"),
+    "offload_3b": zero_part("3b", "zero3_offload", 240),
+    "arms_3b": Part("a step in 3B shapes without norm", 60, partial(step, arms=["packed", "no_norm"])),
 }  # fmt: skip

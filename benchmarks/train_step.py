@@ -27,7 +27,7 @@ from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
-from llava.model.attention import SEGMENTS, VARLEN, packed_attention, runnable_flash
+from llava.model.attention import FLASH, SEGMENTS, VARLEN, runnable_flash
 from llava.train.kernels import apply_liger, compile_layers, has_liger
 from llava.train.optim import set_trainable
 from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
@@ -45,8 +45,8 @@ class Arm:
     """One way to compute the step."""
 
     name: str
+    backend: str
     padding_free: bool = True
-    backend: str | None = None
     norm: str = "gwc_layernorm"
     layers: str = PLAIN
 
@@ -92,13 +92,15 @@ def main() -> int:
 
 def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     """The reference first; every other arm differs from it in one thing."""
-    arms = [Arm("packed"), Arm("padded", padding_free=False, backend="sdpa")]
-    fastest = packed_attention(None, device, dtype)
-    others = [name for name in backends(device, dtype) if name != fastest]
-    arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
-    liger = device.type == "cuda" and has_liger()
-    arms.append(Arm("no_norm", norm="none"))
-    return arms + [Arm(layers, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER) if liger]
+    there = backends(device, dtype)
+    usual = VARLEN if VARLEN in there else SEGMENTS
+    arms = [Arm("packed", usual), Arm("padded", "sdpa", padding_free=False), Arm("no_norm", usual, norm="none")]
+    arms += [Arm(f"packed_{name.removeprefix('packed_')}", name) for name in there if name != usual]
+    if device.type == "cuda" and has_liger():
+        arms += [Arm(layers, usual, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER)]
+        flash = {name.replace("flash_attention_", "flash"): name for name in there if name in FLASH}
+        arms += [Arm(short, name, layers=LIGER_AND_COMPILED_TOWER) for short, name in flash.items()]
+    return arms
 
 
 def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -182,7 +184,7 @@ class Bench:
         self.model.get_model().mm_projector = self.projectors[arm.norm]
         set_trainable(self.model, frozenset(STAGES[self.stage]))
         self.model.padding_free = arm.padding_free
-        self.model.config._attn_implementation = arm.backend or packed_attention(None, self.device, self.dtype)
+        self.model.config._attn_implementation = arm.backend
 
     def on_device(self, arm: Arm, samples: list[Sample]) -> dict[str, Any]:
         """The samples as a batch, with the number of their targets."""

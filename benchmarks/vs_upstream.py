@@ -1,8 +1,9 @@
 """Samples per second of LLaVA 1.2.2.post1 and of this tree, on the same weights, samples, order, dtype and threads.
 
-Upstream runs unchanged in its own environment, which the script makes (`scripts/upstream_baseline.sh`). Runs
-alternate. The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps
-without the first ones, with data preparation in the same process.
+Upstream runs unchanged in its own environment, which the script makes (`scripts/upstream_baseline.sh`), or by this
+interpreter with the packages in the folder UPSTREAM_PACKAGES before its own (`benchmarks.gpu_wheels`). Runs alternate.
+The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps without
+the first ones, with data preparation in the same process.
 
 The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`);
 `--size 3b --bf16` are shapes of a real model, on a GPU.
@@ -85,15 +86,14 @@ def main() -> None:
     add_flags(parser)
     args = parsed(parser)
     work = common.emptied("vs_upstream")
-    subprocess.run(
-        ["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=os.environ | {"PREPARE_ONLY": "1"}, check=True
-    )
-    upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
-    trees = {"upstream": (upstream / "bin/python", upstream / "original"), "this tree": (Path(sys.executable), ROOT)}
+    theirs, ours = upstream_tree(), (Path(sys.executable), f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    trees = {"upstream": theirs, "this tree": ours}
     make_models(args, work)
-    code = "import json, torch, transformers as t; print(json.dumps([torch.__version__, t.__version__]))"
-    shown = json.loads(subprocess.check_output([upstream / "bin/python", "-c", code], text=True).splitlines()[-1])
-    versions = dict(zip(("torch", "transformers"), shown, strict=True))
+    names = ("torch", "transformers", "numpy")
+    code = f"import json; print(json.dumps([__import__(name).__version__ for name in {names}]))"
+    environment = os.environ | {"PYTHONPATH": theirs[1]}
+    shown = subprocess.check_output([theirs[0], "-P", "-c", code], env=environment, cwd=work, text=True)
+    versions = dict(zip(names, json.loads(shown.splitlines()[-1]), strict=True))
     meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
     meta["preloaded"] = common.preloaded_names({} if args.bf16 else preloads(os.environ))
     for stage in args.stages:
@@ -115,6 +115,16 @@ def main() -> None:
         print(row, flush=True)
         name = f"vs_upstream_{args.size}_{stage}"
         print(common.write_result(name, [row], folder=args.output_dir, upstream=versions, **meta))
+
+
+def upstream_tree() -> tuple[Path, str]:
+    """Upstream's interpreter and PYTHONPATH: this one beside UPSTREAM_PACKAGES, or an environment, which is made."""
+    if packages := os.environ.get("UPSTREAM_PACKAGES"):
+        return Path(sys.executable), f"{packages}:{os.environ.get('PYTHONPATH', '')}"
+    variables = os.environ | {"PREPARE_ONLY": "1"}
+    subprocess.run(["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=variables, check=True)
+    upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
+    return upstream / "bin/python", str(upstream / "original")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +216,7 @@ def make_data(size: Size, work: Path, stage: str, count: int, tokenizer_folder: 
 
 
 def run(
-    args: argparse.Namespace, work: Path, stage: str, counts: tuple[int, int], name: str, python: Path, path: Path
+    args: argparse.Namespace, work: Path, stage: str, counts: tuple[int, int], name: str, python: Path, path: str
 ) -> dict[str, Any]:
     """One training run in its own process: losses, and samples per second."""
     folder, (batch, steps) = work / stage / name.replace(" ", "_"), counts

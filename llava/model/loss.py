@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # Logits that exist at once. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows per
-# chunk (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
+# chunk (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/LOG.md).
 _CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**27}
 
 

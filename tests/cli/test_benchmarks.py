@@ -117,8 +117,7 @@ def test_the_pages_tables_are_those_of_the_results():
 
 
 def test_a_part_that_was_cut_off_has_no_figure(tmp_path):
-    row = page.Row("error", "<= 0.1", "zero", "error", "command")
-    rows = [{"error": 0.05}, {"error": 0.2}]
-    for status, line in (("measured", "0.2 | **missed** |"), ("failed", "not measured | open |")):
-        (tmp_path / "zero.json").write_text(json.dumps({"rows": rows, "status": status}))
+    row = page.Row("error", "<= 0.1", "zero", "error", "command", least=2)
+    for errors, line in (((0.05, 0.2), "0.2 | **missed** |"), ((0.05,), "not measured | open |")):
+        (tmp_path / "zero.json").write_text(json.dumps({"rows": [{"error": error} for error in errors]}))
         assert line in row.line(tmp_path)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -13,12 +14,11 @@ import torch
 from paths import ROOT
 from warm_python import warm_python
 
-from benchmarks import gpu_check, gpu_parts, shapes, train_step
+from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PartRun
 from llava.utils.processes import descendants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_shapes_have_the_published_number_of_parameters(preset, billions):
 
 
 def environment() -> dict[str, str]:
-    return os.environ | NO_UPSTREAM | {"LLAVA_PYTHON": str(warm_python())}
+    return os.environ | {"LLAVA_PYTHON": str(warm_python())}
 
 
 def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subprocess.CompletedProcess:
@@ -118,34 +118,43 @@ def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatc
 
 
 def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path):
-    def train(part, stage, variables, way=""):
+    def train(part, stage, variables, saves):
+        assert not saves
         written.append([row["stage"] for row in part.measured_rows()])
         return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0 of 2.0 GiB"
 
     written: list[list[int]] = []
+    made: list[str] = []
     monkeypatch.setattr(gpu_parts, "train", train)
-    monkeypatch.setattr(gpu_parts, "run_logged", lambda *_: "")
+    monkeypatch.setattr(gpu_parts, "run_logged", lambda part, name, *_: made.append(name) or "")
     (part := PartRun("zero3_3b", tmp_path, cpu=True)).execute()
     result = gpu_check.read(tmp_path, "zero3_3b", cpu=True)
     assert written == [[], [1]] and [row["stage"] for row in part.measured_rows()] == [1, 2]
     assert result["status"] == MEASURED and result["rows"] == part.measured_rows()
+    assert made == ["models"] and (tmp_path / "inputs/tiny").is_dir()  # once, for all parts
 
 
-def test_a_way_that_fails_is_named_and_the_others_have_rows(monkeypatch, tmp_path):
-    def train(part, stage, variables, way=""):
-        (part.work / way / f"stage{stage}/checkpoint-2").mkdir(parents=True, exist_ok=True)
-        return [{"loss": 1.5 if way == "LoRA-resumed" else 1.0, "peak_memory_gib": 1.0}] * 2, ""
+def test_a_run_that_saves_nothing_is_ended_with_all_it_started_at_its_last_step(tmp_path):
+    log = tmp_path / "steps"
+    command = ["sh", "-c", f"sleep 98 & echo loss >{log}; wait"]
+    began = time.monotonic()
+    printed = common.run_logged(command, tmp_path / "log", enough=lambda: log.is_file() and "loss" in log.read_text())
+    assert time.monotonic() - began < 30 and printed == ""
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "98"]]
 
-    commands: list[str] = []
+
+def test_a_resumed_run_with_other_losses_fails_and_keeps_the_row(monkeypatch, tmp_path):
+    def train(part, stage, variables, *flags, name=""):
+        (part.work / f"stage{stage}/checkpoint-2").mkdir(parents=True, exist_ok=True)
+        assert ("LORA" in variables) and (flags == ()) and variables["MAX_STEPS"] == 4
+        return [{"loss": 1.5 if name == "resumed" else 1.0, "peak_memory_gib": 1.0}] * 2, ""
+
     monkeypatch.setattr(gpu_parts, "train", train)
-    monkeypatch.setattr(gpu_parts, "run_logged", lambda part, name, *_: commands.append(name) or "")
-    PartRun("demo", tmp_path, cpu=False).execute()
-    result = gpu_check.read(tmp_path, "demo", cpu=False)
-    ways = {row["way"] for row in result["rows"]}
-    assert {"as it is", "norm before the MLP"} <= ways and "LoRA" not in ways
-    assert result["status"] == FAILED
-    assert result["reason"].startswith("LoRA: the losses after checkpoint-2 are [1.5, 1.5]")
-    assert {"as-it-is-answers", "norm-before-the-MLP-answers"} <= set(commands)
+    monkeypatch.setattr(gpu_parts, "run_logged", lambda *_: "")
+    PartRun("lora", tmp_path, cpu=True).execute()
+    result = gpu_check.read(tmp_path, "lora", cpu=True)
+    assert result["status"] == FAILED and result["rows"][0]["last_loss"] == 1.0
+    assert result["reason"].startswith("the losses after checkpoint-2 are [1.5, 1.5] when resumed, and were [1.0, 1.0]")
 
 
 def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypatch, tmp_path, capsys):
@@ -153,7 +162,7 @@ def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypat
 
     def run_part(name, args, limit):
         limits.append(limit)
-        clock[0] += 60 * gpu_parts.PARTS[name].minutes
+        clock[0] += gpu_parts.PARTS[name].seconds
         PartRun(name, args.output_dir, args.cpu).write(MEASURED, "", 1)
 
     clock, limits = [1e9], []
@@ -166,11 +175,20 @@ def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypat
         gpu_check.run_parts(gpu_check.parse_arguments())
         assert clock[0] - started < 600
         if call == 0:
-            assert {path.stem for path in tmp_path.glob("gpu_*")} == {"gpu_step_3b", "gpu_tests", "gpu_demo"}
-            text = "zero3_3b     open: takes about 4 min, 1.8 are left of --minutes 10; rerun the same command"
+            first = ["alone_3b", "flash4_3b", "step_3b", "tests", "zero2_3b", "zero3_3b"]
+            assert sorted(path.stem.removeprefix("gpu_") for path in tmp_path.glob("gpu_*")) == first
+            text = "zero3_7b     open: takes about 110 s, 5 are left of --minutes 10; rerun the same command"
             assert text in capsys.readouterr().out
     assert {path.stem for path in tmp_path.glob("gpu_*")} == {f"gpu_{name}" for name in gpu_parts.PARTS}
-    assert all(60 < limit < 600 for limit in limits)
+    assert all(50 < limit < 600 for limit in limits)
+
+
+def test_the_plan_has_every_part_with_its_seconds(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--plan"])
+    assert gpu_check.main() == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[1] for line in lines] == list(gpu_parts.PARTS)
+    assert int(lines[-1].split(" | ")[2]) == sum(part.seconds for part in gpu_parts.PARTS.values())
 
 
 # --- tables and logs --------------------------------------------------------------------------------------------------
@@ -194,7 +212,7 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     page = gpu_check.summary(tmp_path, cpu=False)
     assert "| measured | 90" in page and "| failed: train_step ended with 1: error: stage 2 packed | 3" in page
     assert "| open, pytest is not installed: `bash benchmarks/gpu_check.sh --parts tests` |" in page
-    assert "under ZeRO-3 | open: `bash" in page
+    assert "the demo as it is: both stages, resume and answers | open: `bash" in page
     assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page and "stage 2, MFU | >= 0.5 | 0.42 | **missed** |" in page
     assert "stage 1, waits of the host in a micro-batch | <= 0 | 0 | met |" in page
     assert "3B shapes, ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page

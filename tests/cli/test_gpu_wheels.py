@@ -1,6 +1,5 @@
 """The wheels that benchmarks/gpu_check.sh collects for a machine without network."""
 
-import re
 import tomllib
 from importlib import metadata
 
@@ -9,11 +8,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from paths import ROOT
 
-from benchmarks import common
+from benchmarks import common, gpu_wheels
 from llava.utils import versions
 
-SCRIPT = ROOT / "benchmarks/gpu_check.sh"
-NEEDED = set(re.search(r'^NEEDED="([^"]*)"', SCRIPT.read_text(), re.MULTILINE)[1].split())
 # What every supported release of PyTorch and transformers requires. Newer releases require more (pydantic), so that the
 # requirements of the releases that are installed here do not say what the other machine has.
 BARE = ("torch", "triton", "transformers", "numpy", "packaging", "pyyaml", "tqdm", "filelock", "huggingface-hub",
@@ -37,7 +34,7 @@ def test_the_list_is_all_that_this_tree_and_deepspeed_require_beyond_pytorch(pyt
     pytest.importorskip("deepspeed")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = [Requirement(line).name for line in project["dependencies"]]
-    assert closure([*ours, "deepspeed", "liger-kernel", "pytest"], python, BARE) == NEEDED
+    assert closure([*ours, "deepspeed", "liger-kernel", "pytest"], python, BARE) == set(gpu_wheels.NEEDED)
 
 
 def test_a_copy_without_git_has_the_commit_noted_beside_its_wheels(monkeypatch, tmp_path):
@@ -46,10 +43,38 @@ def test_a_copy_without_git_has_the_commit_noted_beside_its_wheels(monkeypatch, 
     source.write_text("a = 1\n")
     monkeypatch.setattr(versions, "CODE", tmp_path / "tree")
     monkeypatch.setattr(common, "git_commit", lambda ignored: "8c1f+changes")
-    common.write_commit(tmp_path)
+    (tmp_path / "1").mkdir()
+    common.write_commit(tmp_path / "1")
     monkeypatch.setattr(common, "git_commit", lambda ignored: None)
     assert common.commit() is None
     monkeypatch.setenv("WHEELS", str(tmp_path))
     assert common.environment()["commit"] == "8c1f+changes"
     source.write_text("a = 2\n")
     assert common.commit() is None
+
+
+def test_a_large_wheel_travels_in_pieces_and_is_installed_when_all_have_come(monkeypatch, tmp_path):
+    def pip(verb, *words):
+        words[words.index("--target") + 1].mkdir()
+        installed.append({path.name: path.read_bytes() for path in joined(words)})
+
+    def joined(words):
+        return [word for word in words if str(word).endswith(".whl")]
+
+    small, large, there, installed = tmp_path / "ours/a.whl", tmp_path / "ours/b.whl", tmp_path / "there", []
+    small.parent.mkdir()
+    small.write_bytes(b"small")
+    large.write_bytes(bytes(range(100)) * 3)
+    gpu_wheels.write_pieces([large, small], tmp_path / "pieces", 128)
+    sizes = {path.parents[1].name: sum(p.stat().st_size for p in path.parent.iterdir())
+             for path in (tmp_path / "pieces").glob("*/ours/*")}  # fmt: skip
+    assert sizes == {"1": 128, "2": 128, "3": 49}
+    monkeypatch.setattr(gpu_wheels, "pip", pip)
+    monkeypatch.setattr(gpu_wheels, "TARGETS", {"ours": tmp_path / "packages"})
+    there.mkdir()
+    for number, names in enumerate(({"a.whl"}, {"a.whl"}, {"a.whl", "b.whl"}), 1):
+        (tmp_path / f"pieces/{number}").rename(there / str(number))  # one call carries one folder
+        gpu_wheels.install(there)
+        assert installed[-1].keys() == names
+    gpu_wheels.install(there)
+    assert len(installed) == 2 and installed[-1] == {"a.whl": b"small", "b.whl": bytes(range(100)) * 3}
