@@ -122,7 +122,6 @@ QWEN2 = {"model_type": "qwen2"} | TEXT
 GEMMA = {"model_type": "gemma", "head_dim": 8} | TEXT
 CLIP_VISION = {"model_type": "clip_vision_model"} | VISION
 SIGLIP_VISION = {"model_type": "siglip_vision_model", "vision_use_head": False} | VISION
-PIXTRAL_VISION = {"model_type": "pixtral", "head_dim": 12} | VISION | {"image_size": 64}
 GRID_VISION = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
 GRID_VISION |= {"out_hidden_size": 32}
 GRID_IDS = {"image_token_id": IMAGE, "video_token_id": 301}
@@ -180,6 +179,30 @@ def molmo2() -> torch.nn.Module:
     return config_of("Molmo2", text_config=text, vision_config=vision, adapter_config=adapter, **ids)()
 
 
+def qwen2_5_vl() -> torch.nn.Module:
+    vision = GRID_VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+    ids = GRID_IDS | {"vision_start_token_id": 302, "vision_end_token_id": 303}
+    return config_of("Qwen2_5_VL", text_config=TEXT | MROPE, vision_config=vision, **ids)()
+
+
+def glm4v() -> torch.nn.Module:
+    text = TEXT | {"rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}}
+    vision = GRID_VISION | {"image_size": 16, "attention_bias": False}
+    ids = GRID_IDS | {"image_start_token_id": 302, "image_end_token_id": 303}
+    return config_of("Glm4v", text_config=text, vision_config=vision, **ids)()
+
+
+def ovis2() -> torch.nn.Module:
+    vision = VISION | {"vocab_size": 40, "num_visual_indicator_tokens": 5, "hidden_stride": 2, "qkv_bias": False}
+    ids = {"image_token_id": IMAGE, "visual_indicator_token_ids": [301, 302, 303, 304, 305]}
+    return config_of("Ovis2", text_config=QWEN2, vision_config=vision, hidden_size=32, **ids)()
+
+
+def internvl() -> torch.nn.Module:
+    vision = {"model_type": "internvl_vision"} | VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
+    return config_of("InternVL", text_config=QWEN2, vision_config=vision, image_token_id=IMAGE, image_seq_length=4)()
+
+
 def hyperclovax() -> torch.nn.Module:
     """The merger in the vision model gives rows that are four times as wide as a patch, but are not four patches."""
     vision = GRID_VISION | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 96, "window_size": 16}
@@ -216,10 +239,10 @@ SAVED = {
         ("model.vision_tower", states(-2, 1)),
         settings=FEATURES,
     ),
-    "qwen2_5_vl": qwen(of(models.qwen2_5_vl), "Qwen2_5_VLProcessor"),
+    "qwen2_5_vl": qwen(qwen2_5_vl, "Qwen2_5_VLProcessor"),
     "qwen3_vl": qwen(of(models.qwen3_vl), "Qwen3VLProcessor", added=(1, 2)),
     "glm4v": Saved(
-        of(models.glm4v),
+        glm4v,
         "Glm4vProcessor",
         QWEN | {"image_processor_type": "Glm4vImageProcessor"},
         ("model.visual.post_layernorm", lambda inputs, result: result),
@@ -237,7 +260,7 @@ SAVED = {
         QWEN_TOKENS,
     ),
     "ovis2": Saved(
-        of(models.ovis2),
+        ovis2,
         "Ovis2Processor",
         SQUARE,
         ("model.vision_tower.transformer", lambda inputs, result: result[0]),
@@ -247,7 +270,7 @@ SAVED = {
         extra=("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"),
     ),
     "internvl": Saved(
-        of(models.internvl),
+        internvl,
         "InternVLProcessor",
         SQUARE | {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3},
         ("model.vision_tower", lambda inputs, result: result.last_hidden_state[:, 1:]),
@@ -264,15 +287,6 @@ SAVED = {
         settings={"image_seq_length": 4},
         mark="<start_of_image>",
         tokens={"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-    ),
-    "smolvlm": Saved(
-        of(models.smolvlm),
-        "SmolVLMProcessor",
-        MEAN | {"size": {"longest_edge": 32}} | {"max_image_size": {"longest_edge": 16}},
-        ("model.vision_model", last),
-        "model.connector",
-        settings={"image_seq_len": 4},
-        extra=("<fake_token_around_image>", "<end_of_utterance>"),
     ),
     "idefics2": Saved(
         idefics2,
@@ -325,46 +339,6 @@ SAVED = {
         | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
         mark="<|image|>",
     ),
-    "got_ocr2": Saved(
-        config_of(
-            "GotOcr2",
-            text_config=QWEN2,
-            image_token_index=IMAGE,
-            image_seq_length=4,
-            vision_config={
-                "hidden_size": 24,
-                "output_channels": 8,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "mlp_dim": 32,
-                "image_size": 128,
-                "patch_size": 16,
-                "global_attn_indexes": [1],
-                "window_size": 4,
-            },
-        ),
-        "GotOcr2Processor",
-        {"size": {"height": 128, "width": 128}} | MEAN,
-        ("model.vision_tower", last),
-        mark=None,
-        tokens={"image_token": "<imgpad>"},
-        extra=("<img>", "</img>"),
-    ),
-    "mistral3": Saved(
-        config_of(
-            "Mistral3",
-            text_config={"model_type": "mistral", "head_dim": 8} | TEXT,
-            vision_config=PIXTRAL_VISION,
-            image_token_index=IMAGE,
-        ),
-        "PixtralProcessor",
-        MEAN | {"size": {"longest_edge": 32}, "patch_size": 4},
-        ("model.vision_tower", last),
-        settings={"patch_size": 4, "spatial_merge_size": 2},
-        mark="[IMG]",
-        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
-        needs=("torchvision",),
-    ),
     "llama4": Saved(
         llama4,
         "Llama4Processor",
@@ -398,7 +372,7 @@ SAVED = {
 
 
 # One of each kind: a tower's grid, tiles, squares, pictures of any shape, a resampler, and a projector behind a norm.
-USUAL = ("llava", "llava_next", "internvl", "qwen2_5_vl", "idefics2", "gemma3")
+USUAL = ("llava", "llava_next", "internvl", "glm4v", "idefics2", "gemma3")
 CHOSEN = [name for name in SAVED if name in USUAL or os.environ.get("FAMILIES") == "all"]
 
 
@@ -408,7 +382,6 @@ def pixel_values(*shape: int) -> dict[str, torch.Tensor]:
 
 # What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
 TENSORS = {
-    "mistral3": ([4, 2], pixel_values(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
     "llama4": ([4, 8], pixel_values(3, 3, 16, 16)),
     "molmo2": (
         [8, 8],

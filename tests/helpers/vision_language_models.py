@@ -3,8 +3,6 @@
 Every reference calls the model's own parts one by one, as its family is described, for two samples with one picture.
 """
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +67,8 @@ def build(prefix: str, config) -> torch.nn.Module:
     return getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
 
 
-def rows(tensors) -> torch.Tensor:
-    return (
-        torch.cat([t.flatten(0, -2) for t in tensors])
-        if not isinstance(tensors, torch.Tensor)
-        else tensors.flatten(0, -2)
-    )
+def rows(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.flatten(0, -2)
 
 
 def llava(text=None) -> Case:
@@ -114,25 +108,22 @@ def hybrid() -> transformers.PretrainedConfig:
     return transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8)
 
 
-def _tiles(prefix: str, vision, strategy: str) -> Case:
-    config = getattr(transformers, f"{prefix}Config")(
-        vision_config=vision,
+def llava_next() -> Case:
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
         text_config=transformers.Qwen2Config(**TEXT),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
-        vision_feature_select_strategy=strategy,
-        vision_feature_layer=-2,
     )
-    model = build(prefix, config)
+    model = build("LlavaNext", config)
     sizes = torch.tensor([[16, 32], [32, 16]])
     images = pixels(2, 3, 3, 16, 16)  # the whole picture and two tiles
-    states = model.model.vision_tower(images.flatten(0, 1), output_hidden_states=True).hidden_states[-2]
-    features = states[:, 1:] if strategy == "default" else states
+    features = model.model.vision_tower(images.flatten(0, 1), output_hidden_states=True).hidden_states[-2][:, 1:]
     projected = model.model.multi_modal_projector(features)
     newline = model.model.image_newline
     inserted = []
     for picture, (tall, wide) in zip(projected.view(2, 3, 16, 32), [(1, 2), (2, 1)], strict=True):
-        grid = torch.cat([torch.cat([t.view(4, 4, 32) for t in picture[1:]], dim=1 if wide == 2 else 0)])
+        grid = torch.cat([t.view(4, 4, 32) for t in picture[1:]], dim=1 if wide == 2 else 0)
         lines = torch.cat([grid, newline.expand(4 * tall, 1, 32)], dim=1)
         inserted.append(torch.cat([picture[0], lines.reshape(-1, 32)]))
     counts = [len(tokens) for tokens in inserted]
@@ -140,118 +131,18 @@ def _tiles(prefix: str, vision, strategy: str) -> Case:
     return Case(model, inputs, rows(features), rows(projected), torch.cat(inserted))
 
 
-def llava_next() -> Case:
-    return _tiles("LlavaNext", transformers.CLIPVisionConfig(**VISION), "default")
-
-
-def llava_onevision() -> Case:
-    vision = transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
-    return _tiles("LlavaOnevision", vision, "full")
-
-
-def _grid_inputs(model, patch: int, merge: int = 2) -> tuple[dict, torch.Tensor]:
-    images = pixels(int(GRID.prod(1).sum()), 3 * 2 * patch * patch)
-    counts = (GRID.prod(1) // merge**2).tolist()
-    inputs = ids_for(counts) | {"pixel_values": images, "image_grid_thw": GRID}
-    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}, images
-
-
-def _argument_of(module: torch.nn.Module, run: Callable) -> torch.Tensor:
-    """The first argument that `module` gets while `run` runs, by replacing its forward."""
-    seen, forward = [], module.forward
-    module.forward = lambda x, *args, **kwargs: (seen.append(x), forward(x, *args, **kwargs))[1]
-    run()
-    module.forward = forward
-    return seen[0]
-
-
-def _qwen(prefix: str, vision: dict, text: dict = TEXT) -> Case:
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config=text | {"rope_parameters": MROPE},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=301,
-        vision_start_token_id=302,
-        vision_end_token_id=303,
-    )
-    model = build(prefix, config)
-    inputs, images = _grid_inputs(model, vision["patch_size"])
-    visual = model.model.visual
-    features = visual(images, grid_thw=GRID).last_hidden_state
-    projected = visual.merger(features)
-    inserted = visual(images, grid_thw=GRID).pooler_output
-    return Case(model, inputs, features, projected, inserted)
-
-
-def qwen2_vl() -> Case:
-    vision = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    return _qwen("Qwen2VL", vision)
-
-
-def qwen2_5_vl() -> Case:
-    vision = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-    return _qwen("Qwen2_5_VL", vision | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]})
-
-
 def qwen3_vl() -> Case:
     vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-    return _qwen("Qwen3VL", vision, TEXT | {"head_dim": 8})
-
-
-def glm4v() -> Case:
-    vision = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
-    vision |= {"out_hidden_size": 32, "image_size": 16, "attention_bias": False}
-    config = transformers.Glm4vConfig(
-        text_config=TEXT | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=301,
-        image_start_token_id=302,
-        image_end_token_id=303,
-    )
-    model = build("Glm4v", config)
-    inputs, images = _grid_inputs(model, 4)
+    text = TEXT | {"head_dim": 8, "rope_parameters": MROPE}
+    ids = {"image_token_id": IMAGE, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+    model = build("Qwen3VL", transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids))
+    images = pixels(int(GRID.prod(1).sum()), 3 * 2 * 4 * 4)
+    inputs = ids_for((GRID.prod(1) // 4).tolist()) | {"pixel_values": images, "image_grid_thw": GRID}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
     visual = model.model.visual
-    squares = _argument_of(visual.downsample, lambda: visual(images, grid_thw=GRID))  # [6, E, 2, 2]
-    features = squares.permute(0, 2, 3, 1).reshape(-1, 24)
-    projected = visual.merger(visual.downsample(squares).flatten(1))
-    return Case(model, inputs, features, projected, projected)
-
-
-def ovis2() -> Case:
-    vision = VISION | {"vocab_size": 40, "num_visual_indicator_tokens": 5, "hidden_stride": 2}
-    config = transformers.Ovis2Config(
-        text_config={"model_type": "qwen2"} | TEXT,
-        vision_config=vision | {"qkv_bias": False},
-        image_token_id=IMAGE,
-        visual_indicator_token_ids=[301, 302, 303, 304, 305],
-        hidden_size=32,
-    )
-    model = build("Ovis2", config)
-    images = pixels(2, 3, 16, 16)
-    tower = model.model.vision_tower
-    grouped = tower(images).last_hidden_state  # four patches side by side
-    features = tower.transformer(images)[0]
-    weights = torch.softmax(tower.head_norm(tower.head_linear(grouped)), dim=-1)
-    projected = rows(weights @ model.model.visual_embeddings_table.weight[:35])
-    inputs = ids_for([4, 4]) | {"pixel_values": images}
-    return Case(model, inputs, rows(features), projected, projected)
-
-
-def internvl() -> Case:
-    vision = VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
-    config = transformers.InternVLConfig(
-        vision_config=transformers.InternVLVisionConfig(**vision),
-        text_config=transformers.Qwen2Config(**TEXT),
-        image_token_id=IMAGE,
-        image_seq_length=4,
-    )
-    model = build("InternVL", config)
-    images = pixels(2, 3, 16, 16)
-    features = model.model.vision_tower(images).last_hidden_state[:, 1:]
-    projected = rows(model.model.get_image_features(images).pooler_output)
-    return Case(model, ids_for([4, 4]) | {"pixel_values": images}, rows(features), projected, projected)
+    seen = visual(images, grid_thw=GRID)
+    return Case(model, inputs, seen.last_hidden_state, visual.merger(seen.last_hidden_state), seen.pooler_output)
 
 
 def gemma3() -> Case:
@@ -285,35 +176,11 @@ def mllama() -> Case:
     return Case(model, inputs, nothing, nothing, nothing)
 
 
-def _idefics(prefix: str) -> Case:
-    config = getattr(transformers, f"{prefix}Config")(
-        vision_config=VISION, text_config=transformers.LlamaConfig(**TEXT), scale_factor=2, image_token_id=IMAGE
-    )
-    model = build(prefix, config)
-    images = pixels(2, 1, 3, 16, 16)
-    features = model.model.vision_model(
-        images[:, 0], patch_attention_mask=torch.ones(2, 4, 4, dtype=torch.bool)
-    ).last_hidden_state
-    projected = rows(model.model.connector(features))
-    return Case(model, ids_for([4, 4]) | {"pixel_values": images}, rows(features), projected, projected)
-
-
-def idefics3() -> Case:
-    return _idefics("Idefics3")
-
-
-def smolvlm() -> Case:
-    return _idefics("SmolVLM")
-
-
-EVERY = (llava, llava_next, llava_onevision, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v, ovis2, internvl, gemma3, idefics3)
-USUAL = (llava, llava_next, qwen3_vl, glm4v, ovis2, gemma3)
-CASES = EVERY if os.environ.get("FAMILIES") == "all" else USUAL
+CASES = (llava, llava_next, qwen3_vl, gemma3)
 
 
 def our_checkpoint(tiny, folder, norm: str = "none", language_model: str = "llama", tower: str = "siglip") -> str:
     """A folder with an untrained model of this tree, complete with tokenizer and image processor."""
-
     from llava.mm_utils import load_tokenizer
 
     model = make(tiny, language_model, tower, norm)
