@@ -16,9 +16,9 @@ from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.model.lora import add_lora
-from llava.train.memory import OFFLOAD, Choice, choose
+from llava.train.memory import AUTO, OFFLOAD, Choice, choose
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.telemetry import Work, flop_costs, required_flops
+from llava.train.telemetry import flop_costs
 from llava.utils.commands import Parser
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen", "llama-3.2-3b", "qwen2.5-7b")
@@ -89,7 +89,7 @@ def hours(model: Any, recipe: Recipe, batch: int, choice: Choice, card: Card, ca
     """Estimated hours of an epoch at an MFU of `MFU`."""
     tokens, samples = model.get_vision_tower().num_tokens + TEXT[recipe.stage], batch / cards
     pairs, targets = samples * tokens * (tokens + 1) / 2, samples * TARGETS[recipe.stage]
-    flops = required_flops(flop_costs(model), Work(samples, samples * tokens, pairs, samples, targets))
+    flops = float(flop_costs(model) @ [samples * tokens, pairs, samples, targets])
     if choice.recomputes:  # as if every layer were: a forward pass is a third, and half where weights are frozen
         flops *= 3 / 2 if recipe.lora or recipe.stage == 1 else 4 / 3
     seconds = flops / (card.tflops * 1e12 * MFU)
@@ -110,7 +110,7 @@ def rows() -> Iterator[list[str]]:
         cells = []
         for count in COUNTS:
             for card in CARDS:
-                choice = choose(model, arguments(run["flags"], count), card.budget, None)
+                choice = choose(model, arguments(run["flags"], count), card.budget, AUTO)
                 cells.append(cell(choice, card, hours(model, recipe, run["batch"]["global"], choice, card, count)))
         yield [recipe.name, recipe.label, *cells]
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
@@ -30,7 +31,7 @@ from llava.launch.recipe import resolved_run
 from llava.model.attention import FLASH, SEGMENTS, VARLEN, runnable_flash
 from llava.train.kernels import apply_liger, compile_layers, has_liger
 from llava.train.optim import set_trainable
-from llava.train.telemetry import batch_work, flop_costs, peak_tflops, required_flops
+from llava.train.telemetry import batch_work, flop_costs, peak_tflops
 from llava.utils.commands import Parser, whole
 
 # Liger last: it exchanges a function for the whole process.
@@ -250,11 +251,10 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
     times = [bench.run(batches, args.steps)[0] for _ in range(args.repeats)]
     median = statistics.median(times)
     collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
-    work = [batch_work(collate(some)) for some in samples[: args.steps]]
-    done = sum(work[1:], work[0])
-    tflops = required_flops(flop_costs(bench.model), done) / len(work) / median / 1e12
+    work = np.mean([batch_work(collate(some)) for some in samples[: args.steps]], axis=0)
+    tflops = float(flop_costs(bench.model) @ work) / median / 1e12
     rates = {"seconds": median, "seconds_max": max(times), "tflops": tflops}
-    rates["tokens_per_second"] = float(done.tokens) / len(work) / median
+    rates["tokens_per_second"] = float(work[0]) / median
     if peak := peak_tflops(bench.device):
         rates["mfu"] = tflops / peak
     return rates | facts | {"loss": loss}

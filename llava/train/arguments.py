@@ -86,11 +86,9 @@ class ModelArguments(ProjectorNormArguments):
             "action": "extend",
         },
     )
-    version: str = flag(
-        "v1", "Conversation template, a key of llava.conversation.conv_templates (plain, v1, qwen_1_5, ...)."
-    )
+    version: str = flag("v1", "Conversation template: plain, v1, qwen_1_5, ... (llava.conversation.conv_templates).")
     attn_implementation: str | None = flag(
-        None, "Attention of the language model: sdpa, eager, flash_attention_2, ... (default: the fastest)"
+        None, "Attention: sdpa, eager, flash_attention_2, ...; default: the fastest."
     )
     freeze_backbone: bool = flag(False, "Freeze the language model.")
     tune_mm_mlp_adapter: bool = flag(False, "Train only the projector and its norm (stage 1).")
@@ -101,15 +99,9 @@ class ModelArguments(ProjectorNormArguments):
         "What is trained, in place of these four flags: mm_vision_tower, mm_mlp_adapter, mm_language_model, by commas.",
     )
     vision_tower: str | None = flag(None, "Vision encoder (kinds: docs/models.md): local folder or hub id.")
-    mm_vision_select_layer: int = flag(
-        -2, "Hidden state of the tower that becomes visual tokens; -2 is the last layer's input."
-    )
-    mm_vision_select_feature: Literal["patch", "cls_patch"] = flag(
-        "patch", "Visual tokens: the patches, or the patches and the tower's class token, if it has one."
-    )
-    pretrain_mm_mlp_adapter: str | None = flag(
-        None, "mm_projector.bin of stage 1 (or its folder): projector and norm start from it."
-    )
+    mm_vision_select_layer: int = flag(-2, "Hidden state of the tower that is taken; -2: the last layer's input.")
+    mm_vision_select_feature: Literal["patch", "cls_patch"] = flag("patch", "The patches, or also the class token.")
+    pretrain_mm_mlp_adapter: str | None = flag(None, "mm_projector.bin of stage 1, or its folder, to start from.")
     mm_projector_type: str = flag(
         "mlp2x_gelu",
         "linear, identity, mlp<N>x_gelu, pixel_shuffle_2x_mlp2x_gelu (2 x 2 patches to a token), "
@@ -137,16 +129,9 @@ class DataArguments:
         "Records: .json, .jsonl or .parquet files, joined by commas, a pattern, a folder, or a .yaml that mixes data "
         "sets (docs/data.md).",
     )
-    image_folder: str | None = flag(
-        None, "Folder or zip file that the records' image paths start from, where a mixture's data set names none."
-    )
-    eval_data_path: str | None = flag(
-        None,
-        "Held-out records, as --data_path; needs --eval_strategy. Logs eval/loss, eval/loss_text, eval/loss_image.",
-    )
-    eval_image_folder: str | None = flag(
-        None, "Where the held-out records' image paths start from; default --image_folder."
-    )
+    image_folder: str | None = flag(None, "Folder or zip file that the records' image paths start from.")
+    eval_data_path: str | None = flag(None, "Held-out records, as --data_path; needs --eval_strategy. Logs eval/loss.")
+    eval_image_folder: str | None = flag(None, "The same for the held-out records; default --image_folder.")
     on_bad_record: Literal["error", "skip"] = flag(
         "error",
         "Unusable records, found before the first step: error refuses to train; skip leaves them out and lists them in "
@@ -162,9 +147,7 @@ class DataArguments:
         "square: resize to the tower's size (CLIP: resize and crop); pad: pad to a square first; anyres: the whole "
         "image and the crops of a grid that fits it; anyres_max_N: with at most about N crops' tokens.",
     )
-    image_orientation: Literal["stored", "exif"] = flag(
-        "stored", "Images as their files store them (as in LLaVA), or upright by EXIF; inference does the same."
-    )
+    image_orientation: Literal["stored", "exif"] = flag("stored", "Images as stored (LLaVA), or upright by EXIF.")
     image_grid_pinpoints: str | None = flag(
         None, "With anyres: the grids to choose from, in pixels, [[336,672],[672,336]], or in crops, (1x1),...,(6x6)."
     )
@@ -188,22 +171,15 @@ class TrainingArguments(transformers.TrainingArguments):
         output_dir: str = ""  # the library has a default in place of None
 
     # --- steps, rates, order of the samples, loss ---
-    optim: str = flag(
-        "adamw_torch_fused",
-        "Optimizer, as the Hugging Face Trainer names it; DeepSpeed's CPU Adam where the states are in CPU memory.",
-    )
     lr_scheduler_type: str = flag("cosine", "Learning-rate schedule.")
     warmup_ratio: float = flag(0.0, "Fraction of all steps over which the learning rate rises; needs --warmup_steps 0.")
     mm_projector_lr: float | None = flag(None, "Learning rate of projector and norm; default --learning_rate.")
     mm_vision_tower_lr: float | None = flag(None, "Learning rate of the vision tower; default --learning_rate.")
-    model_max_length: int = flag(
-        2048, "Maximum sample length in tokens, counted after images are expanded; longer samples are cut."
-    )
+    model_max_length: int = flag(2048, "Maximum tokens of a sample, with those of its images; longer ones are cut.")
     group_by_modality_length: bool = flag(False, "Global batches of one modality and similar length.")
     length_group_window: int = flag(
         1,
-        "With --group_by_modality_length: over this many global batches, pair the longest sample with the shortest, "
-        "which keeps ranks equally busy. 1, as in LLaVA: random samples.",
+        "With --group_by_modality_length: pair long and short samples over this many global batches; 1: as LLaVA.",
     )
     loss_reduction: Literal["token_mean", "micro_batch_mean"] = flag(
         "token_mean",
@@ -211,16 +187,12 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     # --- LoRA ---
-    lora_enable: bool = flag(
-        False, "Train the language model by LoRA on its linear layers; projector and norm are trained fully."
-    )
+    lora_enable: bool = flag(False, "LoRA on the language model's linear layers; projector and norm train fully.")
     lora_r: int = flag(64, "Rank of the LoRA adapters.")
     lora_alpha: int = flag(16, "The adapters are scaled by --lora_alpha / --lora_r.")
     lora_dropout: float = flag(0.05, "Dropout before the adapters.")
     lora_weight_path: str = flag("", "Accepted for LLaVA's scripts, which never read it; must stay empty.")
-    bits: Literal[4, 8, 16] = flag(
-        16, "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 (as it is)."
-    )
+    bits: Literal[4, 8, 16] = flag(16, "Bits of the language model under LoRA: 4 or 8 is QLoRA (bitsandbytes).")
 
     # --- micro-batches, kernels, recomputation, and what a rank waits for ---
     activation_checkpointing: str | None = flag(
@@ -252,7 +224,7 @@ class TrainingArguments(transformers.TrainingArguments):
         "of --gradient_accumulation_steps. auto, with --deepspeed auto: by the memory estimate. On a CPU 2048.",
     )
     hang_timeout: float = flag(
-        1800.0, "Seconds without progress after which a rank reports where it hangs and ends the run; 0: never."
+        1800.0, "Seconds without progress after which a rank says so and ends the run; 0: never."
     )
     compile_layers: str = flag(
         "auto",
@@ -263,9 +235,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     # --- the output folder ---
-    save_strategy: Literal["no", "steps", "epoch"] = flag(
-        "steps", "When checkpoints are written: every --save_steps, every epoch, or never."
-    )
+    save_strategy: Literal["no", "steps", "epoch"] = flag("steps", "Checkpoints every --save_steps, or every epoch.")
     cache_dir: str | None = flag(None, "Where downloads from the hub are kept.")
 
     # --- held-out data and what is logged ---
@@ -273,10 +243,7 @@ class TrainingArguments(transformers.TrainingArguments):
     telemetry_steps: int | None = flag(
         None, "Steps between measurements of gradient norms and token norms; default --logging_steps, 0: never."
     )
-    profile_steps: str | None = flag(
-        None,
-        "Steps to profile on rank 0, FIRST:LAST from 1: a trace and a table of kernels, in profile of --output_dir.",
-    )
+    profile_steps: str | None = flag(None, "FIRST:LAST, steps to profile on rank 0: a trace and a table of kernels.")
 
     def __post_init__(self):
         if self.warmup_ratio:
@@ -308,10 +275,8 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
-        if metric := self.metric_for_best_model:
-            self.metric_for_best_model = metric.removeprefix("eval/").removeprefix("eval_")
-            if self.greater_is_better is None:  # every metric is a loss; the library only knows names ending in it
-                self.greater_is_better = False
+        if self.metric_for_best_model and self.greater_is_better is None:
+            self.greater_is_better = False  # every metric is a loss; the library only knows names that end in it
         # The rank that hangs shall be named before the others' collectives give up.
         self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout) + 600)
         super().__post_init__()
@@ -330,11 +295,7 @@ def choice(flag: str, value: Any, counts: bool = False) -> bool | int | str:
 
 
 def steps_to_profile(text: str) -> range:
-    """The steps that `--profile_steps` names.
-
-    Raises:
-        ValueError: the text is not FIRST:LAST.
-    """
+    """The steps that `--profile_steps` names."""
     first, colon, last = text.partition(":")
     if colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
         return range(int(first), int(last) + 1)
@@ -378,10 +339,6 @@ def read_flags(argv: list[str], **defaults: Any) -> argparse.Namespace:
 
 
 def parse_flags(argv: list[str], **defaults: Any) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    """The command line as three dataclasses; see `read_flags`.
-
-    Raises:
-        ValueError: flags contradict each other.
-    """
+    """The command line as three dataclasses; ValueError if flags contradict each other. See `read_flags`."""
     parsed: Any = FlagParser().parse_dict(vars(read_flags(argv, **defaults)))
     return parsed

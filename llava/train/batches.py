@@ -124,9 +124,6 @@ def step_loader(
 
     A worker prepares whole steps. One step ahead per worker keeps it busy, without holding the many samples of a step
     several times over.
-
-    Raises:
-        ValueError: `--dataloader_drop_last` leaves no step.
     """
     workers = args.dataloader_num_workers
     if args.dataloader_drop_last and len(dataset) < global_batch_size(args):

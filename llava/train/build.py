@@ -4,7 +4,6 @@ import logging
 import re
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.anyres import Picture, is_anyres, parse_pinpoints
@@ -39,11 +38,7 @@ CONFIG_FLAGS = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "mm_use_im_start
 
 
 def training_tokenizer(path: str, model_max_length: int, cache_dir: str | None) -> PreTrainedTokenizerBase:
-    """The language model's tokenizer.
-
-    Raises:
-        ValueError: there is none, or it has ids beyond the embedding; the message names the flag.
-    """
+    """The language model's tokenizer; ValueError if there is none, or it has ids beyond the embedding."""
     try:
         tokenizer = load_tokenizer(path, cache_dir=cache_dir, model_max_length=model_max_length, padding_side="right")
     except (OSError, ValueError) as error:
@@ -71,15 +66,19 @@ def build_model(
         attention = packed_attention(attention, training_args.device, frozen_dtype)
     if training_args.mm_vision_tower_lr is not None and VISION_TOWER not in parts:
         logger.warning("--mm_vision_tower_lr has no effect: the vision tower is not trained; leave it out")
+    quantization: dict[str, Any] = {}
+    if training_args.bits < 16:
+        config = quantization_config(training_args.bits, frozen_dtype)
+        quantization = {"quantization_config": config, "device_map": {"": training_args.device}}
     model = load_language_model(
         path,
         read_config(path, cache_dir=training_args.cache_dir),
         dtype=large_dtype if LANGUAGE_MODEL in parts and not lora else frozen_dtype,
         attn_implementation=attention,
         cache_dir=training_args.cache_dir,
-        **quantized_loading(training_args.bits, frozen_dtype, training_args.device),
+        **quantization,
     )
-    if training_args.bits < 16:
+    if quantization:
         from peft import prepare_model_for_kbit_training  # norms in fp32, as PEFT advises; the Trainer recomputes
 
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -99,13 +98,6 @@ def build_model(
     record_choices(model, parts, model_args, data_args, training_args)
     model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     return model
-
-
-def quantized_loading(bits: int, compute_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """`from_pretrained`'s options for `--bits`; empty if the model is not quantised."""
-    if bits == 16:
-        return {}
-    return {"quantization_config": quantization_config(bits, compute_dtype), "device_map": {"": device}}
 
 
 def record_choices(

@@ -45,14 +45,6 @@ _SMALL = 2**20  # bytes of a file whose content is compared too
 _REST = (16 << 10, 32 << 10)  # bytes of a rank's random states, and of a checkpoint's settings, schedule and log
 
 
-class SaveError(RuntimeError):
-    """The disk is too small for what the run will write."""
-
-
-class ResumeError(ValueError):
-    """The checkpoint or the output folder belongs to another run, or cannot be continued."""
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -72,11 +64,7 @@ def save_adapter(model: LlavaMetaForCausalLM, output_dir: str, is_main_process: 
 
 
 def load_weights(folder: Path, model: LlavaMetaForCausalLM) -> None:
-    """Loads what a checkpoint holds: adapter of stage 1, LoRA, or the whole model; without DeepSpeed.
-
-    Raises:
-        ValueError: the names of the weights are not the model's.
-    """
+    """Loads what a checkpoint holds: adapter of stage 1, LoRA, or the whole model; without DeepSpeed."""
     if has_lora(model):
         load_non_lora(model, read_non_lora(str(folder)), str(folder))
         load_adapters(model, str(folder))
@@ -94,10 +82,7 @@ def load_weights(folder: Path, model: LlavaMetaForCausalLM) -> None:
 
 
 class CheckpointMarker(TrainerCallback):
-    """Marks each checkpoint that the library has written, and then removes those that are not kept.
-
-    The library would remove them before the marker is there; a kill in between would leave no checkpoint.
-    """
+    """Marks each checkpoint that the library has written, and only then removes those that are not kept."""
 
     def __init__(self, args: TrainingArguments, settings: Settings):
         self.limit, self.settings = args.save_total_limit, settings
@@ -192,10 +177,7 @@ def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
 
 
 def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> None:
-    """Raises SaveError if the disk is too small for checkpoints, one more during a save, and the final folder.
-
-    Every rank must call.
-    """
+    """Raises ValueError if the disk is too small for checkpoints, one more during a save, and the final folder."""
     output_dir, each = Path(args.output_dir), checkpoint_bytes(model, args)
     strategy: Any = args.save_strategy  # the library has made an enum of it
     every = args.save_steps if strategy.value == "steps" else max_steps
@@ -207,7 +189,7 @@ def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> Non
         return free_gib(output_dir) + sum(f.stat().st_size for f in output_dir.rglob("*") if f.is_file()) / 2**30
 
     if needed > (room := on_first(free)):
-        raise SaveError(
+        raise ValueError(
             f"--output_dir {output_dir}: the run will write about {needed:.2f} GiB ({each / 2**30:.2f} per checkpoint)"
             f", and there is room for {room:.2f}; make room, lower --save_total_limit (one more is kept while a new "
             "one is written), or choose another disk"
@@ -221,35 +203,23 @@ class Start(NamedTuple):
     """How a run begins: from a checkpoint, or from the beginning, or not at all."""
 
     checkpoint: str | None = None
-    ranks: int = 0  # that wrote the checkpoint
     finished: int | None = None  # the step after which this same run was finished
 
 
 @contextlib.contextmanager
 def held_folder(args: TrainingArguments) -> Iterator[None]:
-    """A context in which rank 0 holds the output folder, so that no other training writes there. Every rank must call.
-
-    Raises:
-        InUse: another training holds it; raised on every rank.
-    """
+    """A context in which rank 0 holds the output folder; every rank raises InUse if another training has it."""
     with contextlib.ExitStack() as stack:
         on_first(lambda: stack.enter_context(training_lock(Path(args.output_dir))))
         yield
 
 
 def choose_start(args: TrainingArguments, settings: Settings) -> Start:
-    """The start that `--output_dir` and the flags ask for, decided before anything is built. Every rank must call.
+    """The start that `--output_dir` and the flags ask for, decided on rank 0 before anything is built.
 
-    Only what this same run wrote is ever replaced.
-
-    Raises:
-        ResumeError: the folder holds another run, or one that cannot be continued.
-        FileNotFoundError: the requested checkpoint does not exist or is damaged.
+    Raises ValueError if the folder holds another run, or one that cannot be continued: only what this same run wrote is
+    ever replaced.
     """
-    return on_first(lambda: _start(args, settings))
-
-
-def _start(args: TrainingArguments, settings: Settings) -> Start:
     folder, left = Path(args.output_dir), what_is_there(Path(args.output_dir))
     if (step := _marker(folder).get("step")) is not None:
         check_settings(folder, settings)
@@ -263,17 +233,13 @@ def _start(args: TrainingArguments, settings: Settings) -> Start:
         if left:
             logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
         return Start()
-    ranks = check_settings(checkpoint, settings)["world_size"]
+    check_settings(checkpoint, settings)
     logger.info("resuming from %s", checkpoint)
-    return Start(str(checkpoint), int(ranks or 1))
+    return Start(str(checkpoint))
 
 
 def find_checkpoint(args: TrainingArguments) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint` names, or the newest complete one in `--output_dir`.
-
-    Raises:
-        FileNotFoundError: the requested checkpoint does not exist or is damaged.
-    """
+    """The checkpoint that `--resume_from_checkpoint` names, or the newest complete one in `--output_dir`."""
     requested, output_dir = args.resume_from_checkpoint, Path(args.output_dir)
     if requested not in (None, "True", "true"):
         if faults := folder_faults(Path(requested)):
@@ -288,16 +254,12 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     return None
 
 
-def check_settings(folder: Path, settings: Settings) -> Settings:
-    """The settings that a checkpoint or output folder was written with, compared with this run's.
-
-    Raises:
-        ResumeError: they differ in more than `CHANGEABLE`; the message lists all differences with both values.
-    """
+def check_settings(folder: Path, settings: Settings) -> None:
+    """Raises ValueError if a checkpoint's or folder's settings differ from this run's in more than `CHANGEABLE`."""
     try:
-        saved: Settings = json.loads((folder / SETTINGS_FILE).read_text())["settings"]
+        saved = json.loads((folder / SETTINGS_FILE).read_text())["settings"]
     except OSError:
-        raise ResumeError(
+        raise ValueError(
             f"{folder} holds {what_is_there(folder)}, but no {SETTINGS_FILE} that says with which settings they were "
             "made; choose another --output_dir, or remove the folder"
         ) from None
@@ -305,14 +267,13 @@ def check_settings(folder: Path, settings: Settings) -> Settings:
     side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"
     lines = {name: f"{name}: {side} {before!r}, now {now!r}" for name, (before, now) in different.items()}
     if refused := [name for name in different if name not in CHANGEABLE.split()]:
-        raise ResumeError(
+        raise ValueError(
             f"{folder} was written by a run with other settings:\n  " + "\n  ".join(lines.values()) + "\n"
             f"{', '.join(refused)} would make it another run: set them back, take another --output_dir, or remove that "
             "run's folder"
         )
     for line in lines.values():
         logger.warning("changed within the run: %s", line)
-    return saved
 
 
 def what_is_there(folder: Path) -> str:
@@ -338,17 +299,16 @@ def begin_run(args: TrainingArguments, settings: Settings) -> None:
     write_settings(folder, settings)
 
 
-def use_converted_states(start: Start, args: TrainingArguments) -> None:
-    """Lets DeepSpeed's configuration say so if its states were written by another number of ranks.
-
-    Raises:
-        ResumeError: they are not converted.
-    """
-    if not args.deepspeed or not start.checkpoint or start.ranks == args.world_size:
+def use_converted_states(checkpoint: str | None, args: TrainingArguments) -> None:
+    """Lets DeepSpeed's configuration say so if its states were written by another number of ranks, and converted."""
+    if not args.deepspeed or not checkpoint:
         return
-    if not Path(start.checkpoint, "latest_universal").is_file():
-        raise ResumeError(
-            f"{start.checkpoint} was written by {start.ranks} ranks, and now there are {args.world_size}; convert its "
+    ranks = json.loads(Path(checkpoint, SETTINGS_FILE).read_text())["settings"]["world_size"]
+    if ranks == args.world_size:
+        return
+    if not Path(checkpoint, "latest_universal").is_file():
+        raise ValueError(
+            f"{checkpoint} was written by {ranks} ranks, and now there are {args.world_size}; convert its "
             "states by DeepSpeed's ds_to_universal (docs/clusters.md, Another number of GPUs), and rerun the command"
         )
     config = args.hf_deepspeed_config.config

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import SchedulerType
 
 from llava.anyres import check_modes
 from llava.conversation import get_template
@@ -18,7 +19,7 @@ from llava.data.preflight import Rules, preflight, usable_records, write_quarant
 from llava.data.records import RecordTable, load_records, source_lines
 from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.heldout import check_eval_flags, eval_data_arguments
+from llava.train.heldout import eval_data_arguments
 from llava.train.kernels import check_kernels
 from llava.train.optim import LANGUAGE_MODEL, tunable_parts
 from llava.train.zero import check_zero
@@ -43,7 +44,6 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
         quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
     for fault in _faults(model_args, data_args, training_args):
         raise ValueError(fault)
-    check_eval_flags(data_args, training_args)
     check_kernels(training_args)
     check_zero(training_args)
 
@@ -65,14 +65,25 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
     if cap and not args.padding_free:
         yield "--max_tokens_per_micro_batch needs --padding_free True"
     if cap and args.loss_reduction == "micro_batch_mean":
-        yield (
-            "--max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction micro_batch_mean "
-            "averages; leave one of them out"
-        )
+        yield "--max_tokens_per_micro_batch does not go with --loss_reduction micro_batch_mean; leave one of them out"
     if args.length_group_window > 1 and not args.group_by_modality_length:
         yield "--length_group_window has no effect without --group_by_modality_length True"
     if args.train_sampling_strategy not in ("random", "sequential"):  # by length: --group_by_modality_length
         yield f"--train_sampling_strategy {args.train_sampling_strategy}: expected random or sequential"
+
+    if not data_args.eval_data_path:
+        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
+        passed = ["eval_strategy"] * (args.eval_strategy != "no") + [flag for flag in flags if getattr(args, flag)]
+        for flag in passed + ["eval_image_folder"] * bool(data_args.eval_image_folder):
+            yield f"--{flag} needs held-out records; name them with --eval_data_path"
+    elif args.eval_strategy == "no" and not args.eval_on_start:
+        path = data_args.eval_data_path
+        yield f"--eval_data_path {path}: nothing says when it is read; pass --eval_strategy, or --eval_on_start True"
+    if args.load_best_model_at_end and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
+        yield f"--load_best_model_at_end: --save_steps {args.save_steps} must equal --eval_steps {args.eval_steps}"
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        schedule = SchedulerType(args.lr_scheduler_type).value
+        yield f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"
 
     parts, lora = tunable_parts(model_args), ("lora_r", "lora_alpha", "lora_dropout", "bits")
     changed = [f"--{flag}" for flag in lora if getattr(args, flag) != getattr(TrainingArguments, flag)]
@@ -82,9 +93,8 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
         yield f"{', '.join(changed)}: only with --lora_enable True"
     if args.lora_enable and LANGUAGE_MODEL not in parts:
         yield (
-            "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
-            "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
-            "--mm_tunable_parts"
+            "--lora_enable trains the language model, which other flags leave out: drop --tune_mm_mlp_adapter and "
+            "--freeze_backbone (LoRA freezes the weights), or name mm_language_model in --mm_tunable_parts"
         )
     if args.bits < 16 and is_deepspeed_zero3_enabled():
         yield f"--bits {args.bits}: ZeRO-3 cannot partition quantised weights; use deepspeed_configs/zero2.json"
@@ -108,11 +118,8 @@ def checked_records(
 ) -> tuple[RecordTable, Callable[[Path], None]]:
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
-    Messages name the flags `data_from` and `images_from`.
-
-    Raises:
-        ValueError: records have faults and are not to be skipped, or ranks read different data.
-        OSError: see `load_records` and `preflight`.
+    Messages name the flags `data_from` and `images_from`. Raises ValueError if records have faults and are not to be
+    skipped, or ranks read different data.
     """
     seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
     options = {name: getattr(data_args, name) for name in _PREFLIGHT} | {"version": version, "seed": seed}
@@ -161,10 +168,3 @@ def checked_eval_records(
             "choose others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
         )  # fmt: skip
     return held_out
-
-
-def report_left_out(records: RecordTable, output_dir: str) -> None:
-    """Logs at the end of a run how many records were not used."""
-    if records.left_out:
-        place = Path(output_dir, QUARANTINE)
-        logger.warning("%d records were left out; they and their faults are in %s", records.left_out, place)

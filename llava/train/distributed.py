@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from transformers import training_args
 
+from llava.utils.locks import TRAINING_LOCK
 from llava.utils.versions import PACKAGES, git_commit, version_of
 
 logger = logging.getLogger(__name__)
@@ -68,26 +69,18 @@ def use_gloo_backend() -> None:
 
 
 def check_nodes(inputs: list[str], output_dir: str) -> None:
-    """Compares what the nodes of a run have; every rank must call, before a model is loaded.
+    """Raises ValueError if versions, commit, the paths `inputs` or the output folder of the run's nodes differ.
 
-    Raises:
-        ValueError: versions, the tree's commit, one of the paths `inputs`, or the shared output folder differ.
+    Every rank must call, while rank 0 holds the folder, and before a model is loaded.
     """
     host = socket.gethostname()
     if len(set(gather_object([host]))) == 1:
         return
-    marker = Path(output_dir, broadcast_object_list([f".nodes-{host}-{os.getpid()}"])[0])
-    state = PartialState()
-    if state.is_main_process:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    state.wait_for_everyone()
     facts = {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()}
-    facts |= {"commit": git_commit(), f"--output_dir {output_dir} shared": marker.exists()}
+    lock = Path(output_dir, TRAINING_LOCK)  # rank 0's, as the others see it
+    facts |= {"commit": git_commit(), f"lock in --output_dir {output_dir}": lock.read_text() if lock.exists() else None}
     facts |= {name: Path(name).stat().st_size if Path(name).is_file() else Path(name).is_dir() for name in inputs}
     everyones = gather_object([(host, facts)])
-    if state.is_main_process:
-        marker.unlink()
     expected = everyones[0][1]
     faults = [
         f"rank {rank} on {host}: {name}: {own[name]}, rank 0 has {expected[name]}"

@@ -1,25 +1,21 @@
 """Held-out data during training: the mean loss over all targets.
 
 A micro-batch holds samples of one modality, so that the same passes give the loss of both. The data alone decides the
-micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without its targets. So every
-sample counts once on any number of ranks, and since all ranks compute the same modality at a time, ZeRO-3's
-collectives meet.
+micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without its targets, so that
+every sample counts once on any number of ranks, and ZeRO-3's collectives meet.
 
 Logged keys: `eval/loss`, `eval/loss_image`, `eval/loss_text`, `eval/seconds`.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import SchedulerType
 
-from llava.data.checks import starts_from
 from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.train.arguments import DataArguments, TrainingArguments
@@ -27,33 +23,6 @@ from llava.train.batches import MicroBatches
 from llava.utils.progress import progress
 
 MODALITIES = ("image", "text")
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
-    path, folder = data_args.eval_data_path, data_args.eval_image_folder
-    if not path:
-        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
-        passed = [flag for flag in flags if getattr(training_args, flag)]
-        passed += ["eval_strategy"] * (training_args.eval_strategy != "no") + ["eval_image_folder"] * bool(folder)
-        if passed:
-            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path")
-        return
-    if training_args.eval_strategy == "no" and not training_args.eval_on_start:
-        raise ValueError(
-            f"--eval_data_path {path}: nothing says when it is read; pass --eval_strategy steps --eval_steps N, "
-            "--eval_strategy epoch, or --eval_on_start True"
-        )
-    if folder and not Path(folder).exists():
-        raise FileNotFoundError(f"--eval_image_folder {folder}: no such folder or zip file{starts_from(folder)}")
-    schedule = SchedulerType(training_args.lr_scheduler_type).value
-    if schedule in ("reduce_lr_on_plateau", "greedy"):
-        raise ValueError(
-            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"
-        )
 
 
 def eval_data_arguments(data_args: DataArguments) -> DataArguments:
@@ -75,10 +44,8 @@ class Part(NamedTuple):
 def parts_of(lengths: Sequence[int], max_samples: int, max_tokens: int) -> list[Part]:
     """All samples in micro-batches, samples with images first, and long ones before short ones.
 
-    Args:
-        lengths: length of every sample, negative without an image.
-        max_samples, max_tokens: maximum samples and tokens per micro-batch, padding included; only a sample alone in
-            its micro-batch may be longer.
+    `lengths` are negative without an image. Tokens are counted with padding; a sample alone may have more than
+    `max_tokens`.
     """
     parts: list[Part] = []
     longest = 0
@@ -134,29 +101,26 @@ class HeldOut:
 
     @torch.no_grad()
     def totals(
-        self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], bool] = lambda: False
-    ) -> torch.Tensor | None:
-        """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2]; None if stopped.
+        self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        """Sum of the losses and number of targets of each of `MODALITIES` on this rank, fp64 [2, 2].
 
-        Args:
-            model: as the training wraps it; it computes without dropout.
-            prepare: brings a batch to its device.
-            at_batch: is called before every micro-batch and must return the same on all ranks; True stops.
+        `model` is as the training wraps it and computes without dropout; `prepare` brings a batch to its device;
+        `at_batch` is called before every micro-batch.
         """
         totals = torch.zeros(len(MODALITIES), 2, dtype=torch.float64, device=self.device)
-        training, stopped = model.training, False
+        training = model.training
         model.eval()
         with progress(len(self.parts), "evaluating", "micro-batches", hidden=not self.is_first) as bar:
             for part, batch in zip(self.parts, self.loader, strict=True):
-                if stopped := at_batch():
-                    break
+                at_batch()
                 del batch["indices"]
                 own = totals[MODALITIES.index(part.modality)]
                 own[1] += len(batch["layout"].targets)
                 own[0] += model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss  # the host does not wait
                 bar.update()
         model.train(training)
-        return None if stopped else totals
+        return totals
 
     def metrics(self, totals: torch.Tensor) -> dict[str, float]:
         """Mean losses by name, of `totals` summed over all ranks; ValueError if no sample has a target."""

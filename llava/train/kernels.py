@@ -1,6 +1,6 @@
 """Faster kernels on NVIDIA GPUs: Liger's in the decoder, and torch.compile for the vision tower's layers.
 
-Liger fuses RMSNorm, gated MLP and rotary embedding. A kind of layer is compiled once, for any number of tokens.
+Liger fuses RMSNorm, gated MLP and rotary embedding. The tower's layers share one compiled function.
 """
 
 import inspect
@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,6 @@ from llava.utils.code_folders import refuse_shared_variable
 
 logger = logging.getLogger(__name__)
 
-# Most compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
-# PyTorch warns and runs the layer uncompiled.
-_RECOMPILE_LIMIT = 8
 # Releases of the library before 5.23 recompute in `__call__`, around whatever `forward` is.
 _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 
@@ -56,10 +53,7 @@ def check_kernels(args: Any) -> None:
             "compiler (CC, gcc, clang) and Python's header files (python3-dev); leave it out"
         )
     if args.compile_layers is True and is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "--compile_layers True: ZeRO-3 gathers weights module by module, so that a layer cannot be compiled; use "
-            "deepspeed_configs/zero2.json or leave the flag out"
-        )
+        raise ValueError("--compile_layers True: ZeRO-3 gathers weights module by module; take ZeRO-2, or leave it out")
 
 
 def decide_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
@@ -96,9 +90,6 @@ def apply_liger(model: LlavaMetaForCausalLM) -> None:
     """Lets the decoder's norms, MLPs and rotary embedding run on Liger's kernels; forward pass and loss stay ours.
 
     Liger replaces the rotary function for the whole process, also for other models of the same family.
-
-    Raises:
-        ValueError: Liger has no kernels for the family.
     """
     apply = _liger_function(model)
     if apply is None:
@@ -114,23 +105,20 @@ def apply_liger(model: LlavaMetaForCausalLM) -> None:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def compile_layers(layers: Iterable[Any], backend: str = "inductor") -> None:
-    """Replaces the forward pass of layers by a compiled one, which every kind of layer has in common.
+def compile_layers(layers: torch.nn.ModuleList | list[Any], backend: str = "inductor") -> None:
+    """Replaces the forward pass of layers of one class by a compiled one, which they have in common.
 
     Recomputation of activations stays outside the compiled code, so that every variant of it works.
     """
     refuse_shared_variable("TORCHINDUCTOR_CACHE_DIR")
     refuse_shared_variable("TRITON_CACHE_DIR")
-    torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
-    kinds: dict[type, Callable[..., Any]] = {}
+    forward: Any = type(layers[0]).forward
+    if _FORWARD_CHECKPOINTS:
+        forward = forward.__wrapped__  # without the library's checkpointing, which `_forward` puts back
+    compiled = torch.compile(forward, dynamic=True, backend=backend)
     for layer in layers:
-        if type(layer) not in kinds:
-            forward = type(layer).forward
-            if _FORWARD_CHECKPOINTS:
-                forward = forward.__wrapped__  # without the library's checkpointing, which `_forward` puts back
-            kinds[type(layer)] = torch.compile(forward, dynamic=True, backend=backend)
-        layer.forward = MethodType(partial(_forward, kinds[type(layer)]), layer)
-    logger.info("compiled when first used: %s", ", ".join(kind.__name__ for kind in kinds))
+        layer.forward = MethodType(partial(_forward, compiled), layer)
+    logger.info("compiled when first used: %s", type(layers[0]).__name__)
 
 
 def _forward(compiled: Callable[..., Any], layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:

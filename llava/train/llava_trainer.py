@@ -31,10 +31,9 @@ from llava.model.lora import has_lora, lora_state_dict, save_non_lora
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import TrainingArguments, steps_to_profile
-from llava.train.batches import SampleOrder, sample_order, step_loader
+from llava.train.batches import sample_order, step_loader
 from llava.train.checkpoint import (
     CheckpointMarker,
-    ResumeError,
     check_disk,
     clear_place,
     finish_run,
@@ -59,7 +58,6 @@ from llava.utils.failures import Watchdog
 logger = logging.getLogger(__name__)
 MAX_NONFINITE_STEPS = 10
 """Steps in a row with an infinite loss or gradient, or none that is a number, that end a run."""
-_NAMED = 16  # records per micro-batch that a message names
 
 
 class Step(list[Any]):
@@ -125,11 +123,7 @@ class NonFiniteGuard:
         self.losses: list[torch.Tensor] = []  # on their device
 
     def is_applicable(self, grad_norm: float, step: int) -> bool:
-        """Whether step `step` (from 1) may be applied; if not, logs its records. Every rank must call.
-
-        Raises:
-            NonFiniteError: it is the last of `MAX_NONFINITE_STEPS` such steps in a row.
-        """
+        """Whether step `step` (from 1) may be applied; if not, logs its records. Every rank must call."""
         if math.isfinite(grad_norm):
             self.in_a_row = 0
             if grad_norm == 0:
@@ -151,15 +145,12 @@ class NonFiniteGuard:
 
     def _suspects(self) -> str:
         """The records of the micro-batches whose loss is not finite, on any rank; of all if every loss is finite."""
-        own = zip(map(float, self.losses), map(self._names, self.micro_batches), strict=False)
-        batches = [(*batch, rank) for rank, some in enumerate(gather_object([list(own)])) for batch in some]
+        names = [", ".join(self.records.named(max(i, ~i)) for i in samples) for samples in self.micro_batches]
+        own = list(zip(map(float, self.losses), names, strict=False))
+        batches = [(*batch, rank) for rank, some in enumerate(gather_object([own])) for batch in some]
         if bad := [batch for batch in batches if not math.isfinite(batch[0])]:
             return "; ".join(f"loss {loss} on rank {rank}: {names}" for loss, names, rank in bad)
         return f"every loss is finite; records of the step: {'; '.join(names for _, names, _ in batches)}"
-
-    def _names(self, samples: list[int]) -> str:
-        names = ", ".join(self.records.named(max(i, ~i)) for i in samples[:_NAMED])
-        return names + (f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else "")
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
@@ -170,14 +161,8 @@ def poisoned(loss: torch.Tensor) -> torch.Tensor:
 class LLaVATrainer(Trainer):
     """Trains a LLaVA model whose `requires_grad` is already set.
 
-    Args:
-        args: the flags. `self.flags` holds them as the user gave them, `self.args` as the library needs them.
-        image_processor: saved with every checkpoint.
-        settings: those that a continuation of the run must share (`llava.train.run_record.run_settings`).
-        watchdog: is told every phase of a step.
-        stop_signal: ends the run early.
-        heldout: the held-out samples, whose loss is measured during training.
-        kwargs: those of the Hugging Face Trainer.
+    `self.flags` holds the flags as the user gave them, `self.args` as the library needs them. `settings` are those that
+    a continuation of the run must share (`llava.train.run_record.run_settings`).
     """
 
     args: TrainingArguments
@@ -222,12 +207,9 @@ class LLaVATrainer(Trainer):
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress())
 
-    def sample_order(self) -> SampleOrder:
-        """The order of samples, of which every epoch takes a new one."""
-        return sample_order(self.train_dataset, self.flags)
-
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        return step_loader(self.sample_order(), self.train_dataset, self.data_collator, self.flags)
+        order = sample_order(self.train_dataset, self.flags)
+        return step_loader(order, self.train_dataset, self.data_collator, self.flags)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         model = self.model if model is None else model
@@ -327,37 +309,21 @@ class LLaVATrainer(Trainer):
     # --- held-out data ---
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Measures and logs held-out losses; nothing if a signal cuts it short. Every rank must call."""
-        step, heldout, best = self.state.global_step, self.heldout, self.flags.metric_for_best_model
+        """Measures and logs held-out losses. Every rank must call."""
+        step, heldout = self.state.global_step, self.heldout
         if heldout is None or step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         if self.args.device.type != "cpu":
             torch.accelerator.synchronize(self.args.device)  # work that is still running belongs to training
         start = time.perf_counter()
         self.probe.active = False  # only training is measured
-        # What the library compares of a step that is not measured or not saved, and so cannot be loaded again.
-        never_best = {f"eval_{best}": math.nan} if best else {}
-
-        def at_batch() -> bool:
-            self.watchdog.enter("evaluating", step)
-            return self.stop_signal.agreed()
-
-        totals = heldout.totals(self.model_wrapped, self.on_device, at_batch)
+        totals = heldout.totals(self.model_wrapped, self.on_device, lambda: self.watchdog.enter("evaluating", step))
         self.throughput.start += time.perf_counter() - start  # no rate counts it
-        if totals is None:
-            logger.warning("skipped the evaluation after step %d: a signal arrived", step)
-            self.control.should_evaluate = False  # or the end of the epoch would ask again
-            return never_best
         metrics = heldout.metrics(self.accelerator.reduce(totals, reduction="sum").cpu())
-        if never_best.keys() - metrics.keys():
-            raise ValueError(
-                f"--metric_for_best_model {best} is not measured; expected one of "
-                f"{', '.join(name.removeprefix('eval_') for name in metrics)}"
-            )
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics if self.control.should_save else metrics | never_best
+        return metrics
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
@@ -427,7 +393,7 @@ class LLaVATrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one
-            raise ResumeError(
+            raise ValueError(
                 f"{resume_from_checkpoint} holds no optimizer state (--save_only_model True), so the run cannot "
                 "resume from it; remove the folder to start from scratch, or take another --output_dir"
             )

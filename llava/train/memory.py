@@ -1,10 +1,7 @@
-"""Device memory of a run by estimate: which layers recompute their activations, and what `--deepspeed auto` stands for.
+"""Estimated device memory of a run: which layers recompute their activations, and what `--deepspeed auto` stands for.
 
-The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data.
-
-`--deepspeed auto` takes the first that fits: whole weights on every device, in ZeRO-2, or without DeepSpeed on a single
-one; ZeRO-3, or recomputation on a single device; offload. The choice is made before the model is loaded, since ZeRO-3
-partitions it while it loads.
+The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data. `auto` is
+decided before the model is loaded, since ZeRO-3 partitions it while it loads.
 
     python -m llava.train.memory RANKS FLAGS    what a training with these flags takes of a card; nothing is loaded
 
@@ -22,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -35,7 +32,6 @@ from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
 from llava.model.lora import is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.builder import read_vision_config
-from llava.model.multimodal_encoder.towers import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.kernels import decide_liger
@@ -94,6 +90,7 @@ def estimate_memory(
     visual = model.crop_rules().tokens_per_crop
     images = max(1, tokens // visual if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
+    mlp_kept = tower.mlp_width * (3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2)
     parameters, gradients, optimizer = _state_bytes(model, args)
     return MemoryEstimate(
         parameters=parameters,
@@ -106,7 +103,7 @@ def estimate_memory(
         layer=tokens * _decoder_layer_bytes(model, tokens, residual, matmul, args),
         layer_input=tokens * width * residual,
         tower_layers=tower.num_layers_used if is_trained(tower) else 0,
-        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul),
+        tower_layer=tower_tokens * (tower.hidden_size * (2 * residual + 6 * matmul) + mlp_kept * matmul),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
 
@@ -185,12 +182,6 @@ def _decoder_layer_bytes(model: LlavaMetaForCausalLM, tokens: int, residual: int
     return kept
 
 
-def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int) -> int:
-    """Bytes per token that a layer of a trained tower keeps."""
-    mlp_kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
-    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * mlp_kept * matmul
-
-
 def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.device) -> int:
     """Bytes of the loss head, as if every token were a target."""
     vocabulary, width = lm_head.out_features, lm_head.in_features
@@ -206,9 +197,6 @@ def layers_to_recompute(requested: bool | int | str, estimate: MemoryEstimate, b
     """The number of decoder layers, from the first, that recompute; with all of them the tower's do so too.
 
     `auto` takes as few as bring the total below `budget` bytes, or else all.
-
-    Raises:
-        ValueError: the decoder has fewer layers than requested.
     """
     if isinstance(requested, bool):
         return estimate.num_layers * requested
@@ -245,12 +233,7 @@ def set_up_checkpointing(
         estimate.total(recomputed) / 2**30, budget / 2**30, tokens, recomputed, estimate.num_layers,
         ", and the tower's" if estimate.tower_layers and recomputed == estimate.num_layers else "",
     )  # fmt: skip
-    checkpoint_layers(model, recomputed)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
-
-
-def checkpoint_layers(model: LlavaMetaForCausalLM, recomputed: int) -> None:
-    """Switches recomputation on for the first `recomputed` decoder layers, and with all of them for the tower's."""
     if not recomputed:
         return
     # Releases of the library before 5.23 know only the older name.
@@ -265,8 +248,7 @@ def checkpoint_layers(model: LlavaMetaForCausalLM, recomputed: int) -> None:
 # --- what auto stands for ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """DeepSpeed's file ("" for none), tokens of a micro-batch, whether layers recompute, and bytes per device."""
 
     zero: str
@@ -283,28 +265,23 @@ def runs_alone() -> bool:
 def resolve_auto(argv: list[str]) -> list[str]:
     """The command line with the flags that `--deepspeed auto` stands for; without it, as it is. Every rank must call.
 
-    A process that is alone and takes no DeepSpeed also leaves its launcher's group of one rank.
-
-    Raises:
-        ValueError: a process that is alone sees several GPUs, over which the library would divide a batch.
+    A process that is alone and takes no DeepSpeed also leaves its launcher's group of one rank. It must not see several
+    GPUs, over which the library would divide a batch.
     """
     if read_flags(argv).deepspeed != AUTO:
         return argv
-    alone, ranks = runs_alone(), {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
+    alone = runs_alone()
     if alone and torch.cuda.device_count() > 1:
         raise ValueError("--deepspeed auto with one rank: several GPUs are visible; set CUDA_VISIBLE_DEVICES to one")
-    for name in ranks if alone else ():
-        del os.environ[name]
+    group = {name: os.environ.pop(name) for name in _RANK_VARIABLES if alone and name in os.environ}
     parsed: Any = parse_flags([*argv, "--deepspeed", "" if alone else ZERO_2])
     model_args, _, args = parsed
     # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
     tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
     budget = min(gather_object([memory_budget(args.device, 0)]))
-    model = planned_model(model_args, args)  # in 16 bits, whatever --bits
-    decide_liger(model, args)
-    choice = choose(model, args, budget, None if tokens == AUTO else tokens)
-    if alone and choice.zero:
-        os.environ.update(ranks)
+    choice = choose(planned_model(model_args, args), args, budget, tokens)
+    if choice.zero:
+        os.environ.update(group)
     flags = ["--deepspeed", choice.zero]
     flags += ["--max_tokens_per_micro_batch", str(choice.tokens)] if tokens == AUTO else []
     if args.process_index == 0:
@@ -316,22 +293,27 @@ def resolve_auto(argv: list[str]) -> list[str]:
     return [*argv, *flags]
 
 
-def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
+def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | str, zero: str = AUTO) -> Choice:
     """The first candidate that fits into `budget` bytes of each device; the last, which saves most, if none does.
 
-    The model needs no weights. Without `tokens`, a micro-batch is as large as fits without recomputation; with it, as
-    large as the longest sample.
+    With `zero`, DeepSpeed's file is given; otherwise the candidates are whole weights on every device (ZeRO-2, or no
+    DeepSpeed on a single one), ZeRO-3 or recomputation, and offload. If `tokens` is `auto`, a micro-batch is as large
+    as fits without recomputation, or else as large as the longest sample. The model needs no weights.
     """
     longest, several = args.model_max_length, args.world_size > 1
-    sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)
-    candidates = [(ZERO_2 if several else "", size, False) for size in sizes]
-    candidates.append((ZERO_3 if several else "", tokens or longest, True))
-    if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
-        candidates.append((OFFLOAD, tokens or longest, True))
-    for zero, size, recomputes in candidates:
-        estimate = estimate_under(zero, model, args, size)
-        recomputed = layers_to_recompute(AUTO if recomputes else False, estimate, budget)
-        choice = Choice(zero, size, recomputes, estimate.total(recomputed))
+    least: Any = longest if tokens == AUTO else tokens
+    if zero != AUTO:
+        candidates: list[tuple[str, Any, Any]] = [(zero, least, args.activation_checkpointing)]
+    else:
+        sizes = range(max(longest, MOST_TOKENS), longest - 1, -_STEP) if tokens == AUTO else [tokens]
+        candidates = [(ZERO_2 if several else "", size, False) for size in sizes]
+        candidates.append((ZERO_3 if several else "", least, AUTO))
+        if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
+            candidates.append((OFFLOAD, least, AUTO))
+    for name, size, requested in candidates:
+        estimate = estimate_under(name, model, args, size)
+        recomputed = layers_to_recompute(requested, estimate, budget)
+        choice = Choice(name, size, bool(recomputed), estimate.total(recomputed))
         if choice.needed <= budget:
             break
     return choice
@@ -349,7 +331,10 @@ def estimate_under(zero: str, model: LlavaMetaForCausalLM, args: Any, tokens: in
 
 
 def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaMetaForCausalLM:
-    """The model that the flags describe, without weights, norm and newline, with `requires_grad` set."""
+    """The model that the flags describe, without weights, norm and newline, with `requires_grad` set; Liger is decided.
+
+    It is in 16 bits, whatever `--bits` says.
+    """
     config, parts = read_config(model_args.model_name_or_path, cache_dir=args.cache_dir), tunable_parts(model_args)
     if not getattr(config, "mm_vision_config", None):
         config.mm_vision_tower = model_args.vision_tower
@@ -367,6 +352,7 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
     if args.padding_free:
         attention = packed_attention(attention, args.device, frozen)
     model.config._attn_implementation = attention
+    decide_liger(model, args)
     return model
 
 
@@ -379,16 +365,10 @@ def rows_of_cards(argv: list[str], ranks: int, gibs: Iterable[int]) -> Iterator[
     args.deepspeed = zero if zero != AUTO else ZERO_2 if ranks > 1 else ""
     model_args.attn_implementation = model_args.attn_implementation or "sdpa"  # kernels of a card keep as much
     model: Any = planned_model(model_args, args)
-    decide_liger(model, args)
-    cap, most = args.max_tokens_per_micro_batch, args.per_device_train_batch_size * args.model_max_length
+    tokens = args.max_tokens_per_micro_batch or args.per_device_train_batch_size * args.model_max_length
     for gib in gibs:
         budget = _USABLE * gib * 2**30
-        if zero == AUTO:
-            choice = choose(model, args, budget, None if cap == AUTO else cap or most)
-        else:
-            estimate = estimate_under(zero, model, args, cap or most)
-            recomputed = layers_to_recompute(args.activation_checkpointing, estimate, budget)
-            choice = Choice(zero, cap or most, bool(recomputed), estimate.total(recomputed))
+        choice = choose(model, args, budget, tokens, zero)
         fits = "" if choice.needed <= budget else "DOES NOT FIT: "
         yield (
             f"{gib:>4} GB   {fits}{choice.needed / 2**30:.0f} of {budget / 2**30:.0f} GiB usable, micro-batches of "

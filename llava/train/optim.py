@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 LANGUAGE_MODEL, ADAPTER, VISION_TOWER = "mm_language_model", "mm_mlp_adapter", "mm_vision_tower"
 PARTS = (VISION_TOWER, ADAPTER, LANGUAGE_MODEL)
-_MASTERS = "masters"  # in the optimizer's state dict
 
 
 def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
@@ -25,9 +24,6 @@ def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
 
     If `--mm_tunable_parts` (LLaVA-NeXT) is given, it decides alone. Otherwise LLaVA's flags decide: everything but the
     tower, except what `--freeze_backbone`, `--freeze_mm_mlp_adapter` or `--tune_mm_mlp_adapter` exclude.
-
-    Raises:
-        ValueError: an unknown part, contradicting flags, or nothing left to train.
     """
     flags = ("tune_mm_mlp_adapter", "freeze_backbone", "freeze_mm_mlp_adapter", "unfreeze_mm_vision_tower")
     if model_args.mm_tunable_parts is not None:
@@ -93,10 +89,7 @@ def set_up_parts(model: LlavaMetaForCausalLM, parts: frozenset[str], args: Train
 def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter, except in a language model with LoRA, which trains its adapters alone.
 
-    A fixed norm and the tower's layers that never get a gradient stay frozen.
-
-    Raises:
-        ValueError: no parameter is left to train.
+    A fixed norm and the tower's layers that never get a gradient stay frozen. Raises ValueError if nothing is trained.
     """
     lora = has_lora(model)
     for name, parameter in model.named_parameters():
@@ -199,7 +192,7 @@ class MasterWeights:
 
     def _save(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         ours = {id(master) for master in self.masters.values()}
-        state[_MASTERS] = {i: p.detach() for i, p in enumerate(updated_parameters(optimizer)) if id(p) in ours}
+        state["masters"] = {i: p.detach() for i, p in enumerate(updated_parameters(optimizer)) if id(p) in ours}
 
 
 def updated_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -211,5 +204,5 @@ def updated_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def load_masters(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Copies the masters from a state dict that is about to be loaded, even if the model itself is in fp32 now."""
     parameters = updated_parameters(optimizer)
-    for index, master in state.get(_MASTERS, {}).items():
+    for index, master in state.get("masters", {}).items():
         parameters[index].copy_(master)

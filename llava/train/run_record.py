@@ -43,8 +43,7 @@ from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 from llava.utils.versions import software
 
 SETTINGS_FILE = "resume.json"
-Setting = bool | int | float | str | None
-Settings = dict[str, Setting]
+Settings = dict[str, bool | int | float | str | None]
 """Flags and digests by name, as `resume.json` holds them."""
 
 # Flags that say where a run writes and what it continues from.

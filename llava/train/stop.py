@@ -53,7 +53,12 @@ class StopSignal(TrainerCallback):
                 os.write(2, b"\nCtrl-C: saving after the current step and stopping; Ctrl-\\ ends at once\n")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step < state.max_steps and self.agreed():
+        stops = self.received is not None
+        if self._group is not None:
+            flag = torch.tensor(int(stops))
+            dist.all_reduce(flag, group=self._group)
+            stops = bool(flag)
+        if stops and state.global_step < state.max_steps:
             name = signal.Signals(self.received).name if self.received else "a signal to another rank"
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
             self.stopped = (
@@ -61,11 +66,3 @@ class StopSignal(TrainerCallback):
                 "rerun the same command to resume"
             )
             control.should_save = control.should_training_stop = True  # if saving fails, it raises
-
-    def agreed(self) -> bool:
-        """Whether any rank has received a signal. Every rank must call."""
-        if self._group is None:
-            return self.received is not None
-        flag = torch.tensor(int(self.received is not None))
-        dist.all_reduce(flag, group=self._group)
-        return bool(flag)

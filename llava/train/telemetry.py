@@ -13,10 +13,10 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -37,8 +37,6 @@ GRADIENTS = ("llm_input", "before_norm", "vision_features")
 TOKENS = (*GRADIENTS, "text_embeddings")
 MEANS = (*TOKENS, "gain_mean_abs")
 LOG_FILE = "train_log.jsonl"
-PROFILE = "profile"  # folder in the output folder
-_ROWS = 60  # of the table of kernels
 # The figures of a step that the progress shows.
 _SHOWN = {
     "loss": "loss", "learning_rate": "learning rate", "samples_per_second": "samples/s",
@@ -156,32 +154,18 @@ def _token_norms(tokens: torch.Tensor) -> torch.Tensor:
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """What decides the operations of some batches, or (`flop_costs`) the operations per unit of each."""
+def batch_work(batch: Batch, windows: Sequence[int | None] = (None,)) -> np.ndarray:
+    """What decides the operations of a collated micro-batch, fp64 [4].
 
-    samples: float = 0
-    tokens: float = 0  # of the decoder, without padding
-    pairs: float = 0  # (query, key) that see each other in a layer of the decoder, the mean over its layers
-    images: float = 0  # squares that the tower sees: an image's crops, where it has several
-    targets: float = 0  # positions whose next token is supervised
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def batch_work(batch: Batch, windows: Sequence[int | None] = (None,)) -> Work:
-    """The work of one collated micro-batch; `windows` are the keys that a query sees at most, of the layers."""
+    These are the decoder's tokens without padding, the pairs (query, key) that see each other in a layer (the mean over
+    the layers; `windows` are the keys that a query sees at most in each), the squares that the tower sees, and the
+    supervised positions.
+    """
     layout = batch["layout"]
     seen = [(n, min(n, window or n)) for window in windows for n in layout.lengths]
     pairs = sum(m * (m + 1) // 2 + (n - m) * m for n, m in seen) / len(windows)
     images = sum(picture.crops for picture in layout.pictures)
-    return Work(len(layout.lengths), sum(layout.lengths), pairs, images, len(layout.targets))
-
-
-def required_flops(costs: Work, work: Work) -> float:
-    """The operations that `work` takes, forward and backward, at `costs` per unit."""
-    return float(sum(a * b for a, b in zip(astuple(costs), astuple(work), strict=True)))
+    return np.array([sum(layout.lengths), pairs, images, len(layout.targets)], dtype=np.float64)
 
 
 def attention_windows(config: Any) -> list[int | None]:
@@ -190,8 +174,8 @@ def attention_windows(config: Any) -> list[int | None]:
     return [getattr(config, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
 
 
-def flop_costs(model: LlavaMetaForCausalLM) -> Work:
-    """The operations that a LLaVA requires whose `requires_grad` is set, per unit of work.
+def flop_costs(model: LlavaMetaForCausalLM) -> np.ndarray:
+    """The operations per unit of `batch_work`, fp64 [4], that a LLaVA requires whose `requires_grad` is set.
 
     A product with a weight of n elements costs 2n per token, 2n more for the gradient of its input if anything before
     it is trained, and 2n more for that of the weight if it is trained: 6n, 4n or 2n. Attention costs 4 H C per layer
@@ -211,12 +195,10 @@ def flop_costs(model: LlavaMetaForCausalLM) -> Work:
         if isinstance(layer, nn.Linear):
             per_image += model.crop_rules().tokens_per_crop * _product_flops(layer, passes_gradient)
         passes_gradient = passes_gradient or any(p.requires_grad for p in layer.parameters(recurse=False))
-    return Work(
-        tokens=_product_flops(decoder.layers, passes_gradient=through),
-        pairs=4 * config.num_attention_heads * head_dim * len(decoder.layers) * (3 if through else 1),
-        images=per_image,
-        targets=_product_flops(model.lm_head, passes_gradient=through),
-    )
+    per_token = _product_flops(decoder.layers, passes_gradient=through)
+    per_pair = 4 * config.num_attention_heads * head_dim * len(decoder.layers) * (3 if through else 1)
+    per_target = _product_flops(model.lm_head, passes_gradient=through)
+    return np.array([per_token, per_pair, per_image, per_target], dtype=np.float64)
 
 
 def _product_flops(module: nn.Module, passes_gradient: bool) -> int:
@@ -254,30 +236,31 @@ class Throughput:
         self._reset()
 
     def _reset(self) -> None:
-        self.start, self.data_wait, self.work = time.perf_counter(), 0.0, Work()
+        self.start, self.data_wait, self.samples, self.work = time.perf_counter(), 0.0, 0, np.zeros(4)
 
     def add(self, batches: list[Batch], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
+            self.samples += len(batch["layout"].lengths)
             self.work += batch_work(batch, self.windows)
 
     def values(self, accelerator: Accelerator) -> Values:
         """The counts since the last call; the memory of each rank is a value of its own."""
         self.seconds = time.perf_counter() - self.start
-        memory: Values = {f"memory {rank}": 0.0 for rank in range(accelerator.num_processes)}
-        memory[f"memory {accelerator.process_index}"] = peak_memory_gib(self.device)
-        values: Values = vars(self.work) | {"wait": self.data_wait / self.seconds} | memory
+        values: Values = {f"memory {rank}": 0.0 for rank in range(accelerator.num_processes)}
+        values[f"memory {accelerator.process_index}"] = peak_memory_gib(self.device)
+        values |= {"samples": self.samples, "tokens": float(self.work[0]), "wait": self.data_wait / self.seconds}
+        values["operations"] = float(self.costs @ self.work)
         self._reset()
         return values
 
     def metrics(self, sums: dict[str, float], ranks: int) -> dict[str, float]:
         """Rates, MFU, memory and the share of waiting."""
-        work = Work(*(sums[name] for name in vars(Work())))
-        tflops = required_flops(self.costs, work) / self.seconds / ranks / 1e12
+        tflops = sums["operations"] / self.seconds / ranks / 1e12
         return {
-            "tokens_per_second": work.tokens / self.seconds,
-            "samples_per_second": work.samples / self.seconds,
+            "tokens_per_second": sums["tokens"] / self.seconds,
+            "samples_per_second": sums["samples"] / self.seconds,
             "model_tflops_per_second": tflops,
             **({"mfu": tflops / self.peak} if self.peak else {}),
             "peak_memory_gib": max(sums[f"memory {rank}"] for rank in range(ranks)),
@@ -358,26 +341,18 @@ class StepProfiler(TrainerCallback):
         self.steps = steps
         self.profile: profile | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        if (last := self.steps[-1]) > state.max_steps:
-            raise ValueError(
-                f"--profile_steps {self.steps[0]}:{last}: the run has {state.max_steps} steps; choose steps up to "
-                f"{state.max_steps}"
-            )
-
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.profile is None and state.global_step + 1 in self.steps and state.is_world_process_zero:
-            self.profile, self.first = profile(), state.global_step + 1
+        if state.global_step + 1 == self.steps[0] and state.is_world_process_zero:
+            self.profile = profile()
             self.profile.start()
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.profile is None or state.global_step != self.steps[-1]:
             return
         self.profile.stop()
-        stem = Path(args.output_dir, PROFILE, f"steps_{self.first}-{state.global_step}")
+        stem = Path(args.output_dir, "profile", f"steps_{self.steps[0]}-{self.steps[-1]}")
         stem.parent.mkdir(parents=True, exist_ok=True)
         self.profile.export_chrome_trace(f"{stem}.trace.json.gz")
         order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        write_text(Path(f"{stem}.kernels.txt"), self.profile.key_averages().table(order, _ROWS) + "\n")
-        logger.info("steps %d to %d are profiled: %s.*", self.first, state.global_step, stem)
-        self.profile = None
+        write_text(Path(f"{stem}.kernels.txt"), self.profile.key_averages().table(order, row_limit=60) + "\n")
+        logger.info("steps %d to %d are profiled: %s.*", self.steps[0], self.steps[-1], stem)

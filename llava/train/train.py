@@ -23,8 +23,8 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.build import build_model, build_trainer, training_tokenizer
 from llava.train.checkpoint import begin_run, choose_start, held_folder, use_converted_states
-from llava.train.checks import QUARANTINE, check_flags, checked_eval_records, checked_records, report_left_out
-from llava.train.distributed import check_nodes, joined, leave_process_group, use_gloo_backend
+from llava.train.checks import QUARANTINE, check_flags, checked_eval_records, checked_records
+from llava.train.distributed import check_nodes, joined, leave_process_group, on_first, use_gloo_backend
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
@@ -46,8 +46,8 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         paths = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
         paths += [*(data_args.data_path or "").split(","), data_args.image_folder]
         paths += [*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder]
-        check_nodes([path for path in paths if path], training_args.output_dir)
         with held_folder(training_args):
+            check_nodes([path for path in paths if path], training_args.output_dir)
             train_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
 
@@ -65,7 +65,7 @@ def train_in_folder(
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
     settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
-    start = choose_start(training_args, settings)
+    start = on_first(lambda: choose_start(training_args, settings))
     if start.finished is not None:
         logger.info(
             "%s: this run is finished, after %d steps; nothing is written (remove the folder to retrain from scratch)",
@@ -76,7 +76,7 @@ def train_in_folder(
     if (adapter := model_args.pretrain_mm_mlp_adapter) and training_args.process_index == 0:
         warn_of_other_base(adapter, path, settings["language_model_files"])
     set_seed(training_args.seed)
-    use_converted_states(start, training_args)
+    use_converted_states(start.checkpoint, training_args)
     model = build_model(model_args, data_args, training_args)
     process = {"settings": settings, "watchdog": watchdog, "stop_signal": stop_signal}
     trainer = build_trainer(model, records, model_args, data_args, training_args, tokenizer, eval_records, **process)
@@ -97,7 +97,8 @@ def train_in_folder(
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_final()
-    report_left_out(records, str(output_dir))
+    if records.left_out:
+        logger.warning("%d records were left out, see %s", records.left_out, output_dir / QUARANTINE)
     log_next_step(trainer, output_dir.absolute(), model_args.mm_projector_norm)
 
 
@@ -130,11 +131,7 @@ def main(attn_implementation: str | None = None) -> None:
 def parse_arguments(
     argv: list[str], attn_implementation: str | None = None
 ) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
-
-    Raises:
-        ValueError: flags contradict each other, or others can write where DeepSpeed's ops are loaded from.
-    """
+    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first."""
     if any(arg.startswith("--deepspeed") for arg in argv):
         let_ninja_be_found()
         refuse_shared_variable("TORCH_EXTENSIONS_DIR")

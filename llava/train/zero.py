@@ -11,22 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
 from llava.train.optim import is_trained
-from llava.utils.versions import version_of
 
 logger = logging.getLogger(__name__)
 
 # ZeRO++'s kernels take every number for fp16; `fit_zero` marks the modules that are gathered as one.
 _REFUSED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _REFUSED += ("stage3_module_granularity_threshold", "leaf_module")
-OLDEST = Version("0.19.8")
-"""0.19.2 to 0.19.7 were seen to gather wrong weights over CPU ranks, with PyTorch 2.11 to 2.13; GPUs are untested."""
 
 
 def check_zero(args: TrainingArguments) -> None:
@@ -36,8 +32,6 @@ def check_zero(args: TrainingArguments) -> None:
     zero, fault = args.hf_deepspeed_config.config.get("zero_optimization", {}), ""
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         fault = "stage3_gather_16bit_weights_on_model_save must be true, or the final folder would hold no weights"
-    elif zero.get("stage") == 3 and (installed := version_of("deepspeed")) and Version(installed) < OLDEST:
-        fault = f"DeepSpeed {installed} gathers wrong weights now and then; install DeepSpeed {OLDEST} or newer"
     elif options := [name for name in _REFUSED if zero.get(name)]:
         fault = f"{', '.join(options)}: this trainer does not take it (docs/clusters.md); take it out of the file"
     if fault:

@@ -15,7 +15,7 @@ FROZEN = {
     DataArguments: "data_path image_folder eval_data_path eval_image_folder on_bad_record "
     "data_cache_dir image_aspect_ratio image_orientation "
     "image_grid_pinpoints label_masking lazy_preprocess is_multimodal",
-    TrainingArguments: "optim lr_scheduler_type warmup_ratio mm_projector_lr mm_vision_tower_lr model_max_length "
+    TrainingArguments: "lr_scheduler_type warmup_ratio mm_projector_lr mm_vision_tower_lr model_max_length "
     "group_by_modality_length length_group_window loss_reduction "
     "lora_enable lora_r lora_alpha lora_dropout "
     "lora_weight_path bits activation_checkpointing "

@@ -1,7 +1,6 @@
 """Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
 
 import dataclasses
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from llava.model.language_model.families import Decoder, llava_classes
 from llava.model.lora import add_lora
 from llava.train.memory import MemoryEstimate, estimate_memory, layers_to_recompute, rows_of_cards
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.telemetry import batch_work, flop_costs, required_flops
+from llava.train.telemetry import batch_work, flop_costs
 from llava.train.zero import check_zero, fit_zero, gathered_units
 
 V = 4  # visual tokens per image: 16 px in patches of 8
@@ -43,8 +42,8 @@ def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
     with FlopCounterMode(display=False) as counter:
         model(**inputs).loss.backward()
     work = batch_work(inputs)
-    work = dataclasses.replace(work, pairs=work.tokens**2)
-    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+    work[1] = work[0] ** 2
+    assert counter.get_total_flops() == flop_costs(model) @ work
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -191,18 +190,6 @@ def test_zero3_that_would_write_no_weights_is_refused():
     with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
         check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
     check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
-
-
-@pytest.mark.parametrize(
-    ("stage", "version", "refused"),
-    [(3, "0.19.7", True), (3, "0.20.0", False), (2, "0.19.7", False)],
-)
-def test_zero3_of_a_deepspeed_that_gathers_wrong_weights_is_refused(monkeypatch, stage, version, refused):
-    monkeypatch.setattr("llava.train.zero.version_of", lambda package: version)
-    config = {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}}
-    message = f"--deepspeed zero.json: DeepSpeed {version} gathers wrong weights .* 0.19.8 or newer"
-    with pytest.raises(ValueError, match=message) if refused else nullcontext():
-        check_zero(zero_arguments(stage, 2, config=config))
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):

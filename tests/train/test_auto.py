@@ -57,7 +57,7 @@ def test_auto_takes_no_deepspeed_on_one_card_splits_over_several_and_offloads_at
     monkeypatch.setattr(memory, "layers_to_recompute", lambda requested, *_: requested)
     monkeypatch.setattr(memory, "estimate_under", lambda zero, *_: Estimate(zero))
     args = SimpleNamespace(device=torch.device("cuda"), world_size=ranks, model_max_length=64)
-    choice = memory.choose(None, args, usable, tokens)
+    choice = memory.choose(None, args, usable, tokens or memory.AUTO)
     assert choice.zero == (expected and f"deepspeed_configs/{expected}.json")
     assert choice.tokens == (memory.MOST_TOKENS if tokens is None and expected == "zero2" else 64)  # else the longest
 
@@ -97,7 +97,7 @@ def test_every_preset_for_one_card_fits_on_cards_of_24_48_and_80_gb_alone_and_by
     for count in scale.COUNTS:
         for card in scale.CARDS:
             args = scale.arguments(run["flags"], count)
-            choice = memory.choose(model, args, card.budget, None)
+            choice = memory.choose(model, args, card.budget, memory.AUTO)
             assert choice.needed <= card.budget, (card, count)
             assert choice.tokens >= args.model_max_length  # no sample is longer
             if choice.recomputes or choice.tokens == memory.MOST_TOKENS:

@@ -27,7 +27,7 @@ from llava.train import checkpoint
 from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import COMPLETE, ResumeError, SaveError, find_checkpoint, folder_faults
+from llava.train.checkpoint import COMPLETE, find_checkpoint, folder_faults
 from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.telemetry import LOG_FILE
 from llava.utils import failures
@@ -161,7 +161,7 @@ def test_a_kill_around_the_marker_leaves_a_whole_checkpoint_of_one_that_is_kept(
 
 def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "free_gib", lambda folder: 1e-6)
-    with pytest.raises(SaveError, match="--output_dir .*per checkpoint.*--save_total_limit"):
+    with pytest.raises(ValueError, match="--output_dir .*per checkpoint.*--save_total_limit"):
         train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
     assert not (tmp_path / "run/checkpoint-2").exists()
 
@@ -203,7 +203,7 @@ def test_the_room_for_a_checkpoint_is_known_within_two_percent(wide, tmp_path, m
 )
 def test_other_settings_are_refused_with_both_sides(tiny, copy, change, sides):
     change = {name: tiny / "data" / value if name == "data_path" else value for name, value in change.items()}
-    with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
+    with pytest.raises(ValueError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
         train_module.train(flags(tiny, copy, 2, **SAVING, **change))
 
 
@@ -294,7 +294,7 @@ def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
     said = "learning_rate: there 0.001, now 0.5\n  max_steps"
     said = "a log of .*no resume.json" if state == "not recorded" else said
-    with pytest.raises(ResumeError, match=f"(?s){said}.*another --output_dir"):
+    with pytest.raises(ValueError, match=f"(?s){said}.*another --output_dir"):
         train_module.train(other)
     assert snapshot(tmp_path) == held
 
