@@ -98,7 +98,7 @@ class NormProbe:
 
     def _see_text(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         if self.active:
-            self._measure("text_embeddings", _token_norms(output))
+            self._measure("text_embeddings", output.detach().float().norm(dim=-1))
 
     def _see_features(self, module: nn.Module, args: tuple) -> tuple | None:
         """Watches the projector's input [N, V, E], which after a frozen tower has to be made to require a gradient."""
@@ -126,7 +126,7 @@ class NormProbe:
             self.squared_gradients[place] = self.squared_gradients[place] + grad.float().square().sum()
 
         if not self.dummy:
-            self._measure(place, _token_norms(tokens))
+            self._measure(place, tokens.detach().float().norm(dim=-1))
         if tokens.requires_grad:
             tokens.register_hook(add_gradient)
 
@@ -145,10 +145,6 @@ class NormProbe:
         metrics = {f"norm/{name}": sums[f"sum {name}"] / sums[f"count {name}"] for name in seen}
         # The Trainer multiplies each rank's loss by the number of ranks, because gradients are averaged afterwards.
         return metrics | {f"grad_norm/{p}": sums[f"square {p}"] ** 0.5 / ranks for p in seen if p in GRADIENTS}
-
-
-def _token_norms(tokens: torch.Tensor) -> torch.Tensor:
-    return tokens.detach().float().norm(dim=-1)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
