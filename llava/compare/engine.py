@@ -1,14 +1,13 @@
 """One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
-A subclass (`run.Comparison`, `run.Planned`, `quickstart.Quickstart`) defines what its runs are trained on, its lanes
-and what it writes at the end. The engine has locks, progress, signals and the times of steps. Finished steps are
+A subclass (in `run`, `planned` and `quickstart`) defines what its runs are trained on, its lanes and what it writes at
+the end. The engine has locks, progress, signals and the times of steps. Finished steps are
 skipped, so that the same command resumes after an interruption.
 """
 
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,14 +28,12 @@ from llava.utils.machine import available_cores
 DEMO = "demo"
 WHOLE_RUNS = dict.fromkeys(OF_ONE_STAGE, "")
 """Variables of every run of an experiment."""
+_ARMS = "--arms sets it, as in layernorm@4x, layernorm-fixed or pre_layernorm_mlp2x_gelu"
 _SET_BY = {
     "PRESET": "--preset sets it",
     "DEMO_DATA": "--preset, or the quickstart's --data, sets it",
     "SEED": "--seeds sets it",
-    "PROJECTOR": "arms have mlp2x_gelu, or that of their name in --arms, as in pre_layernorm_mlp2x_gelu",
-    "NORM": "--arms sets it",
-    "NORM_INIT": "--arms sets it, as in layernorm@4x",
-    "NORM_LEARNABLE": "--arms sets it, as in layernorm-fixed",
+    **dict.fromkeys(("PROJECTOR", "NORM", "NORM_INIT", "NORM_LEARNABLE"), _ARMS),
     "PRETRAIN_ADAPTER": "every stage 2 takes the adapter of its own stage 1",
     "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, sets it",
     "RUN_NAME": "every run has its own name",
@@ -143,11 +140,11 @@ class Experiment:
         """Variables of each parallel lane; a preset that does not override this has a single lane."""
         return [{}]
 
-    def threads(self, at_once: int) -> dict[str, str]:
-        """The variable that shares the cores among this many processes of the demo; none on GPUs."""
+    def threads(self) -> dict[str, str]:
+        """The variable that shares the cores among the demo's lanes; none on GPUs."""
         if not self.demo or resolve_devices(os.environ).on_gpu or os.environ.get("OMP_NUM_THREADS"):
             return {}
-        return {"OMP_NUM_THREADS": str(max(1, available_cores() // at_once))}
+        return {"OMP_NUM_THREADS": str(max(1, available_cores() // len(self.places())))}
 
     def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> Step:
         """A stage of a run, into its folder `part`, with more variables of the stage's script."""
@@ -168,7 +165,7 @@ class Experiment:
         words = ["llava.compare", "answers", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
         words += ["--batch-size", 80 if self.demo else 8, "--controls", *controls]
         step = self.python(f"{run.name}, answers", run.folder("answers.log"), *words)
-        step.settings = {**step.settings, **self.threads(len(self.places()))}
+        step.settings = {**step.settings, **self.threads()}
         return step
 
     def inputs(self, *commands: Sequence[str]) -> list[Step]:
@@ -186,7 +183,7 @@ class Experiment:
         for name in commands:
             if fitting := fitting_models(name, models):
                 words = [interpreter(), *command_line(name, fitting, output, data, samples)]
-                lanes[name] = [Step(name, words, output / f"{name}.log", self.threads(len(self.places())))]
+                lanes[name] = [Step(name, words, output / f"{name}.log", self.threads())]
         return lanes
 
     # --- the flow -----------------------------------------------------------------------------------------------------
@@ -211,19 +208,15 @@ class Experiment:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Does the work in the locked folder, and prints how long the steps took.
+        """Does the work in the locked folder.
 
         Raises:
             ValueError: wrong settings, the folder is in use, or it holds another experiment.
             StepError: a step failed.
         """
         refuse_ignored(self.every_settings())
-        start = time.monotonic()
         with at_work(self.folder) as self.lock:
             self.work()
-        print("\n=== time of each step")
-        for title, seconds in (self.times | {"all": time.monotonic() - start}).items():
-            print(f"  {title:<60} {seconds:5.0f} s")
 
 
 @contextmanager

@@ -17,19 +17,7 @@ from llava.utils.presentation import NEUTRAL, STYLE, TEXT_COLOUR, import_pyplot,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
 VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
-DRAWN = {
-    "interface-norms": "A panel for each model shows the norms of visual tokens, text tokens and text embeddings.",
-    "layer-norms": "A panel for each model shows the norms of visual and text tokens over the layers.",
-    "update-rates": "A column for each model shows how much its layers change and turn visual and text tokens.",
-    "norm-params": "Three panels follow the norm layer's gain and bias over the optimizer steps.",
-    "attention-heatmaps": "A row of pictures for each model shows where its attention is.",
-    "attention-profiles": "Panels show each model's attention to visual tokens and its entropy over the layers.",
-    "gradients": "A panel for each model follows the gradient's norm from the LLM's input to the tower.",
-    "interventions": "A line for each model shows how its output changes when visual tokens are rescaled.",
-}
-"""Figures of `scripts/analyze.sh`, each with what is seen on it."""
 
 
 def svg(draw: Callable[..., "Figure"], *what: object) -> bytes:
@@ -113,13 +101,9 @@ def curves_of(entry: Mapping[str, Any], key: str) -> list[np.ndarray]:
 
 
 def analysis_figures(folder: Path) -> list[dict[str, str]]:
-    """What `scripts/analyze.sh` drew into `folder`, each as SVG unless that is large."""
+    """What `llava.analysis` drew into `folder`."""
     pictures = []
-    for name, seen in DRAWN.items():
-        file, png = folder / f"{name}.svg", folder / f"{name}.png"
-        if not file.is_file() or (file.stat().st_size > MAX_SVG and png.is_file()):
-            file = png
-        if file.is_file():
-            kind = "svg+xml" if file.suffix == ".svg" else "png"
-            pictures.append({"title": seen, "alt": seen, "uri": data_uri(file.read_bytes(), kind)})
+    for file in sorted(folder.glob("*.png")):
+        title = f"Figure of the measurement {file.stem}."
+        pictures.append({"title": title, "alt": title, "uri": data_uri(file.read_bytes(), "png")})
     return pictures

@@ -8,11 +8,10 @@
     tasks       the outcome is the mean over these; others are recorded only
     margin      points: an interval within it on both sides of zero means no relevant difference
     settings    variables of an arm's stages, of `RATES` alone, by arm and stage; an arm may be left out
-    points      of a tuning: such variables by stage, with which every arm is tried (`llava.compare.tuning`)
+    points      of a tuning: such variables by stage, with which every arm is tried (`planned.Tuning`)
     pictures    numbers of pictures, of `python -m playground probes`; may be left out
     controls    under which the questions are also asked; all where it is left out
-    trials      trainings that were looked at before: `seed`, and the held-out `loss` over stage 2, from which the
-                losses follow whose samples are counted; may be left out
+    trials      trainings that were looked at before, each with its `seed`; may be left out
     pilot       a JSON file with the `seeds` of an earlier study, relative to the plan; may be left out. If it is a
                 tuning's, it also has the arms' `choice`, which must be this plan's settings
 
@@ -25,8 +24,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llava.compare.arms import parse_arms
 from llava.compare.record import Record
@@ -76,13 +73,6 @@ class Plan:
         """That of each primary interval, so that all together have 95 % (Bonferroni)."""
         return confidence_of(max(1, len(self.primary)))
 
-    @property
-    def losses(self) -> list[float]:
-        """Held-out losses to reach: the trials' means after a third and two thirds of stage 2's evaluations."""
-        curves = [trial["loss"] for trial in self.trials]
-        parts = (1, 2) if curves else ()
-        return [round(float(np.mean([curve[part * len(curve) // 3] for curve in curves])), 3) for part in parts]
-
     def missing(self, record: Record) -> list[int]:
         """The seeds that are not recorded yet."""
         present = {entry["seed"] for entry in record["runs"]}
@@ -118,6 +108,8 @@ def _check(plan: Plan) -> None:
             raise ValueError(
                 f"{where}: {settings}: expected, by stage, values of {', '.join(RATES)} for the plan's arms"
             )
+    if plan.points and not plan.pictures.get("num_validation"):
+        raise ValueError(f"{where}: a tuning needs pictures.num_validation, whose loss decides")
     earlier = json.loads((plan.file.parent / plan.pilot).read_text()) if plan.pilot else {"seeds": []}
     pilot = earlier["seeds"]
     if plan.settings != (chosen := earlier.get("choice", plan.settings)):

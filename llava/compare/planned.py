@@ -1,22 +1,46 @@
-"""A planned study: what is trained was written down first, and nothing is compared before its last seed."""
+"""Experiments of a written plan: a study, compared after its last seed, and a tuning, which chooses each arm's rates.
 
+A plan with `points` is a tuning. It asks no questions: the loss is that of the playground's validation set, whose
+pictures are neither trained on nor asked about. Each result is in `record.json` as soon as its training ends, and is
+not trained again; the choice is there after the last one.
+"""
+
+import argparse
 import json
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from llava.compare.answers import held_out
-from llava.compare.comparison import Comparison
-from llava.compare.plan import Plan, Settings, check_record, hold
-from llava.compare.record import FILE, Record, add_runs, new_record, read_record, write_record
+from llava.compare.plan import RATES, Plan, Settings, check_digest, check_record, hold, read_plan
+from llava.compare.record import (
+    BF16,
+    FILE,
+    LANGUAGE_MODEL,
+    TOWER,
+    Record,
+    add_runs,
+    logged_by,
+    new_record,
+    read_record,
+    shared_configuration,
+    write_record,
+)
 from llava.compare.report import write_page
-from llava.compare.runs import Run
-from llava.compare.steps import Step, runs_at_once
+from llava.compare.run import Comparison
+from llava.compare.runs import Run, changed
+from llava.compare.steps import Step, StepError, runs_at_once
 from llava.eval.results import Results, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
-from llava.utils.machine import available_cores
+from llava.utils.files import write_text
+from llava.utils.machine import available_cores, machine
 from llava.utils.paths import ROOT
+from llava.utils.provenance import DONE
 
 PROBES = "probes"  # the pictures of planned studies
 HELD_OUT = "heldout"  # folder of a planned run's answers
@@ -24,6 +48,8 @@ EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
 ASKED = "asked.json"  # their records: the first held-out ones, whose kinds alternate
 ASKED_IN_TRAINING = 64
 VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor questions
+EVALUATED = ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS")  # which a tuning decides
+DIVERGED = "NonFiniteError"  # in the log of a training that the trainer gave up
 
 
 @dataclass
@@ -72,9 +98,8 @@ class Planned(Comparison):
 
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
-        threads = self.threads(len(self.places()))
         answers = self.held_out(run, self.pictures, run.folder(HELD_OUT), self.plan.controls)
-        return [*(self.stage(run, stage, more=threads) for stage in STAGES), answers]
+        return [*(self.stage(run, stage, more=self.threads()) for stage in STAGES), answers]
 
     def places(self) -> list[dict[str, str]]:
         """Variables of the runs that train side by side."""
@@ -116,7 +141,7 @@ class Planned(Comparison):
         seed = next(run.seed for run in self.runs if run.name == name)
         runs = [run for run in self.runs if run.seed == seed]
         self.answered.add(name)
-        if not self.answered.issuperset(run.name for run in runs) or seed not in self.plan.missing(self.record):
+        if not self.answered.issuperset(run.name for run in runs):
             return
         add_runs(self.record, runs, self.answers_of, plan=self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))
@@ -125,3 +150,146 @@ class Planned(Comparison):
     def answers_of(self, run: Run) -> dict[str, Results]:
         """A run's answers by control."""
         return {control: read_results(run.folder(HELD_OUT) / control) for control in self.plan.controls}
+
+
+@dataclass
+class Tuning(Planned):
+    """A plan's arms at each of its points; the record has them, `seeds`, `configuration`, `results` and `choice`."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those without a result."""
+        known = {(result["point"], result["seed"], result["arm"]) for result in self.record.get("results", [])}
+        tried = [
+            (point, seed, arm) for seed in self.seeds for point in range(len(self.plan.points)) for arm in self.arms
+        ]
+        return [Run(self.folder / f"point-{point}", seed, arm) for point, seed, arm in tried
+                if (point, seed, arm) not in known]  # fmt: skip
+
+    def rates(self, run: Run) -> Settings:
+        """The settings of the run's point."""
+        return self.plan.points[point_of(run)]
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """The loss is measured once, after the last step of stage 2."""
+        once = {"EVAL_STEPS": str(self.plan.steps[stage]), "EVAL_ON_START": "False"} if stage == STAGES[-1] else {}
+        return super().data_settings(stage) | once
+
+    def lane(self, run: Run) -> list[Step]:
+        """Both stages; no questions."""
+        steps = [self.stage(run, stage, more=self.threads()) for stage in STAGES]
+        for step in steps:
+            step.title = f"{run.root.name}, {step.title}"
+        return steps
+
+    def work(self) -> None:
+        """Trains what has no result yet, and says what is chosen."""
+        hold(self.plan, self.folder)
+        file = self.folder / FILE
+        described = {"format": 1, "plan": self.plan.digest, "seeds": self.plan.seeds, "points": self.plan.points}
+        self.record = described | {"configuration": {}, "results": []}
+        if file.is_file():
+            self.record = json.loads(file.read_text(encoding="utf-8"))
+            check_digest(self.plan, self.record["plan"], file)
+        if self.runs:
+            self.check_settings()
+            self.prepare()
+        while self.runs:
+            title = (
+                f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, held-out loss"
+            )
+            try:
+                self.part(title, {lane_of(run): self.lane(run) for run in self.runs}, ended=self.ended)
+            except StepError:
+                diverged = [run for run in self.runs if has_diverged(run)]
+                if not diverged:
+                    raise
+                for run in diverged:
+                    self.add(run, {"loss": None})
+        for arm, point in best_points(self.record).items():
+            print(f"{arm}: point {point}, {json.dumps(self.plan.points[point])}")
+        print(f"written: {file}")
+
+    def ended(self, name: str) -> None:
+        """Records the result of the run whose lane has this name; its weights are not needed any more."""
+        run = next(run for run in self.runs if lane_of(run) == name)
+        self.record["configuration"] = self.checked_configuration(run)
+        last = run.log(STAGES[-1], "eval/loss")[-1]
+        loss = last["eval/loss"] if math.isfinite(last["eval/loss"] or math.nan) else None
+        if last["step"] != self.plan.steps[STAGES[-1]]:
+            raise ValueError(f"{run.folder(STAGES[-1])}: the held-out loss is of step {last['step']}, not the last")
+        start = run.starts(STAGES[0])[0]
+        seconds = sum(float((run.folder(stage) / DONE).read_text()) for stage in STAGES)
+        result = {"loss": loss, "loss of stage 1": logged_by(run)["loss"][0], "hours": seconds / 3600}
+        result |= {"commit": start["configuration"]["code"]["commit"], "started": start["provenance"]["started"]}
+        self.add(run, result | {"machine": machine()})
+        for weights in run.folder(STAGES[-1]).glob("*model*.safetensors"):
+            weights.unlink()
+
+    def checked_configuration(self, run: Run) -> dict[str, Any]:
+        """What all runs share but for their rates, weights and precision included.
+
+        Raises:
+            ValueError: it is not that of the recorded results.
+        """
+        own = Run(run.root, run.seed, run.arm, own=tuple(RATES.values()))
+        configuration, names = run.configuration(STAGES[0]), [f"initial_weights.{n}" for n in (TOWER, LANGUAGE_MODEL)]
+        shared = shared_configuration(own, None) | {name: configuration.get(name) for name in (BF16, *names)}
+        if fields := changed(self.record["configuration"] or shared, shared, ("recorded", "now")):
+            raise ValueError(f"{lane_of(run)} differs from the recorded results{fields}\nContinue at their commit.")
+        return shared
+
+    def add(self, run: Run, result: dict[str, Any]) -> None:
+        """Writes a run's result, and after the last one the choice."""
+        result = {"point": point_of(run), "seed": run.seed, "arm": run.arm} | result
+        self.record["results"].append(result)
+        if not self.runs:
+            self.record["choice"] = {arm: self.plan.points[point] for arm, point in best_points(self.record).items()}
+        write_text(self.folder / FILE, json.dumps(self.record, indent=1) + "\n")
+
+
+def point_of(run: Run) -> int:
+    return int(run.root.name.removeprefix("point-"))
+
+
+def lane_of(run: Run) -> str:
+    return f"{run.root.name}, {run.name}"
+
+
+def has_diverged(run: Run) -> bool:
+    logs = (run.folder(stage).with_suffix(".log") for stage in STAGES)
+    return any(log.is_file() and DIVERGED in log.read_text() for log in logs)
+
+
+def best_points(record: Record) -> dict[str, int]:
+    """Each arm's point of the lowest mean held-out loss over the seeds.
+
+    Raises:
+        ValueError: at every point of some arm a training was given up.
+    """
+    losses: dict[str, list[list[float]]] = {}
+    for result in record["results"]:
+        points = losses.setdefault(result["arm"], [[] for _ in record["points"]])
+        points[result["point"]].append(math.inf if result["loss"] is None else result["loss"])
+    means = {arm: [float(np.mean(own)) for own in points] for arm, points in losses.items()}
+    if hopeless := [arm for arm, own in means.items() if not math.isfinite(min(own))]:
+        raise ValueError(f"no point trains {', '.join(hopeless)}; plan other points")
+    return {arm: own.index(min(own)) for arm, own in means.items()}
+
+
+def planned_of(args: argparse.Namespace) -> Planned:
+    """The study or the tuning of `--plan`.
+
+    Raises:
+        ValueError: not a plan, or the caller has set what it decides.
+    """
+    plan = read_plan(args.plan)
+    for name in ("preset", "arms", "seeds", "tasks", "questions"):
+        if getattr(args, name):
+            raise ValueError(f"--{name}: the plan {plan.file} decides it; leave it out")
+    for name in ("MAX_STEPS", *(EVALUATED if plan.points else ())):
+        if os.environ.get(name):
+            raise ValueError(f"{name}={os.environ[name]}: the plan {plan.file} decides it; leave it out")
+    os.environ.setdefault("REPORT_TO", "none")
+    folder = (args.output_dir or Path("outputs") / plan.file.stem).resolve()
+    return (Tuning if plan.points else Planned)(plan.preset, plan.arms, plan.seeds, folder, plan=plan)

@@ -7,16 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llava.launch.inputs import HUB, MISSING, WRONG
+from llava.launch.inputs import MISSING, WRONG
 from llava.utils.files import write_json
 
-if TYPE_CHECKING:
-    from llava.data.prepare import Source
-
-Recipe = dict[str, Any]
-"""A stage's run, as `DRY_RUN=json` prints it."""
 REVISIONS = "revisions.json"
 WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
@@ -26,11 +21,11 @@ class Published:
     """A repository of the hub, and the patterns of the files that are needed of it.
 
     Attributes:
-        place: the folder of its files; None: the hub's own cache.
+        place: the folder of its files.
     """
 
     repository: str
-    place: Path | None = None
+    place: Path
     kind: str = "model"
     patterns: tuple[str, ...] = WEIGHTS
 
@@ -40,7 +35,7 @@ class Published:
         Raises:
             OSError: no such repository, no access to it, none of the needed files, or the hub cannot be reached.
         """
-        place = self.place if self.place and self.place.is_dir() else None  # a dry run makes no folder
+        place = self.place if self.place.is_dir() else None  # a dry run makes no folder
         files = self.snapshot(place, revision=revision, dry_run=True)
         if not files:
             raise OSError(f"{self.repository}: no file fits {', '.join(self.patterns)}")
@@ -76,19 +71,14 @@ def revisions(folder: Path) -> dict[str, str]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def models_of(recipes: Sequence[Recipe]) -> list[Published]:
-    """The models that are not in the hub's cache, into which the trainer downloads them."""
-    from huggingface_hub import try_to_load_from_cache
+def missing_data(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The data sets of `llava.data.prepare` of which files are missing where the scripts expect them.
 
-    inputs = [each for recipe in recipes for each in recipe["inputs"] if each["what"] in ("model", "vision tower")]
-    names = [each["value"] for each in inputs if each["state"] == HUB]
-    return [Published(name) for name in names if not try_to_load_from_cache(name, "config.json")]
-
-
-def missing_data(recipes: Sequence[Recipe]) -> dict[str, "Source"]:
-    """The data sets of `llava.data.prepare` of which files are missing where the scripts expect them."""
+    Args:
+        recipes: what stages would run, as `DRY_RUN=json` prints it.
+    """
     from llava.data.prepare import SOURCES  # takes a second
 
     inputs = [each for recipe in recipes for each in recipe["inputs"]]
     paths = [Path(each["value"]) for each in inputs if each["state"] in (MISSING, WRONG)]
-    return {n: source for n, source in SOURCES.items() if any(path.is_relative_to(source.folder) for path in paths)}
+    return [n for n, source in SOURCES.items() if any(path.is_relative_to(source.folder) for path in paths)]

@@ -23,8 +23,8 @@ from llava.compare.steps import Step, runs_at_once
 from llava.eval.results import UNTOUCHED, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
-from llava.utils.files import write_text
 from llava.utils.machine import available_cores
+from llava.utils.presentation import format_table
 from playground.options import PICTURES
 from playground.store import shown_python
 
@@ -47,7 +47,7 @@ class Quickstart(Experiment):
     def data_settings(self, stage: str) -> dict[str, str]:
         """Variables about data and threads; the preset has those of models."""
         own = {"DEMO_DATA": self.data, "REPORT_TO": os.environ.get("REPORT_TO") or "none"}
-        return own | self.threads(len(self.places()))
+        return own | self.threads()
 
     def places(self) -> list[dict[str, str]]:
         """On a CPU as many lanes as cores and memory allow; GPUs train one arm at a time."""
@@ -88,8 +88,7 @@ class Quickstart(Experiment):
         add_runs(record, self.runs, lambda run: {UNTOUCHED: read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)})
         write_record(record, file)
         write_page(record, self.folder, page=PAGE)
-        write_text(self.folder / "table.md", table_of(record) + "\n")
-        print("\n" + (self.folder / "table.md").read_text())
+        print(f"\n{table_of(record)}")
 
     def examples(self) -> list[dict[str, str]]:
         """The first three held-out questions, whose kinds take turns, for the page."""
@@ -112,14 +111,14 @@ def table_of(record: Record) -> str:
     from llava.compare.tables import Statistics, logged_table, scores_table
 
     stats = Statistics(record)
-    rows = [["", *stats.arms, ""], ["held-out accuracy, % (95 % interval)", *[""] * len(stats.arms), "chance"]]
-    for row in scores_table(stats):
-        rows.append([f"  {row['benchmark']}", *(row[arm] for arm in stats.arms), row["chance"]])
-    rows += [[row["logged"], *(f"{row[arm]:.3g}" for arm in stats.arms), ""] for row in logged_table(stats)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+    rows = [
+        {"held-out accuracy, % (95 % interval)": row["benchmark"]}
+        | {name: row[name] for name in (*stats.arms, "chance")}
+        for row in scores_table(stats)
+    ]
+    for row in logged_table(stats):
+        rows.append({[*rows[0]][0]: row["logged"]} | {arm: f"{row[arm]:.3g}" for arm in stats.arms})
+    return format_table(rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
     folder = args.output_dir or Path("outputs") / name
     quickstart = Quickstart(DEMO, arms, [], folder, args.data)
     quickstart.run()
-    print(f"\npage          {folder}/{PAGE}; its table and record: table.md, {FILE}")
+    print(f"\npage          {folder}/{PAGE}; its record: {FILE}")
     print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}")
     print("logs          beside them: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
     print("the paper     every table and figure: bash scripts/analyze.sh (docs/analysis.md)")

@@ -82,7 +82,7 @@ def read_record(place: Path) -> Record:
         raise ValueError(f"{path}: no such file; the experiment writes it at its end") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); restore it") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT or "runs" not in record:
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("runs"):
         raise ValueError(f"{path}: not a record of runs, format {FORMAT}; restore it")
     return record
 
@@ -295,14 +295,13 @@ def differing(record: Record, other: Record) -> dict[str, list[str]]:
     ours, theirs = ({(entry["arm"], entry["seed"]): entry for entry in each["runs"]} for each in (record, other))
     if record["questions"] != other["questions"] or not ours.keys() & theirs.keys():
         raise ValueError("the records are of different questions, or have no run in common")
-    parts = ("scores", "log_probabilities", "training")
 
-    def part_of(entry: Record, part: str) -> Any:
-        own = entry.get(part)  # older records also have the accuracy during training
-        return {k: v for k, v in own.items() if k != "accuracy"} if part == "training" and own else own
+    def parts_of(entry: Record) -> Record:
+        losses = entry.get("training", {}).get("loss")
+        return {"scores": entry["scores"], "log_probabilities": entry.get("log_probabilities"), "training": losses}
 
+    pairs = {name: (parts_of(entry), parts_of(theirs[name])) for name, entry in ours.items() if name in theirs}
     return {
-        f"{arm}, seed {seed}": [p for p in parts if part_of(entry, p) != part_of(theirs[arm, seed], p)]
-        for (arm, seed), entry in ours.items()
-        if (arm, seed) in theirs
+        f"{arm}, seed {seed}": [name for name in own if own[name] != other[name]]
+        for (arm, seed), (own, other) in pairs.items()
     }

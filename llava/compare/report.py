@@ -1,15 +1,11 @@
 """Writes the page of a record: scores with intervals, training, layers, cost, configuration, and where it comes from.
 
-`report.html` is self-contained; `report.md` and a `report-<table>.csv` for every table have the same numbers.
+`report.html` is self-contained; `report.md` has the same tables.
 """
 
 import argparse
-import base64
-import csv
-import hashlib
 import io
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     plan = read_plan(args.plan) if args.plan else None
     if plan:
         check_record(plan, record, args.record)
-    elif record["runs"] and record["runs"][0]["plan"]:
+    elif record["runs"][0]["plan"]:
         raise ValueError(f"{args.record}: its runs follow a plan; give it as --plan FILE")
     folder = args.output_dir or (args.record if args.record.is_dir() else args.record.parent)
     for path in write_page(record, folder, plan):
@@ -55,50 +51,44 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str = PAGE) -> list[Path]:
-    """Writes the page, its Markdown and its CSV files into `folder`; returns their paths.
+    """Writes the page and its Markdown into `folder`; returns their paths.
 
     Args:
-        plan: of the study that the record is of; nothing is compared before its last seed.
+        plan: of the study that the record is of.
         page: name of the HTML file.
+
+    Raises:
+        ValueError: the record has not yet the last seed of its plan.
     """
     from llava.compare import figures, tables
 
-    missing = plan.missing(record) if plan else []
-    stats = tables.Statistics(record, plan) if record["runs"] and not missing else None
-    every = tables.every_table(record, plan, stats)
-    arms = list(dict.fromkeys(entry["arm"] for entry in record["runs"]))
-    left = f"{len(missing)} of {len(plan.seeds) if plan else 0} seeds are missing"
-    analysis = folder / "analysis"
+    if plan and (missing := plan.missing(record)):
+        raise ValueError(f"{plan.file}: seeds {missing} are missing; nothing is compared before the last one")
+    stats, analysis = tables.Statistics(record, plan), folder / "analysis"
     context = {
-        "title": record.get("title") or ", ".join(arms),
-        "summaries": tables.summaries(stats) if stats else [f"{left}. Nothing is compared before the last one."],
-        "caveats": tables.caveats(stats) if stats else [],
-        "tables": every,
+        "title": record.get("title") or ", ".join(stats.arms),
+        "summaries": tables.summaries(stats),
+        "caveats": tables.caveats(stats),
+        "tables": tables.every_table(stats),
         "measured": tables.measured_tables(analysis),
         "commit": git_commit(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / page, folder / Path(page).with_suffix(".md")]
     drawn = {
-        "colours": {arm: look["color"] for arm, look in looks(arms).items()},
+        "colours": {arm: look["color"] for arm, look in looks(stats.arms).items()},
         "curves": figures.training_curves(record),
         "analysis": figures.analysis_figures(analysis),
         "examples": pictured(record),
         "talk": record.get("talk", ""),
         "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],
     }
-    if stats and stats.results:
+    if stats.results:
         written.append(folder / f"{Path(page).stem}-differences.svg")
         written[-1].write_bytes(picture := figures.svg(figures.differences, stats))
         drawn["differences"] = figures.data_uri(picture, "svg+xml")
     written[0].write_text(render("page.html.jinja", **context, **drawn), encoding="utf-8")
     written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")
-    for name, rows in every.items():
-        written.append(folder / f"{Path(page).stem}-{name.replace(' ', '-')}.csv")
-        with written[-1].open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, column_names(rows))
-            writer.writeheader()
-            writer.writerows(rows)
     return written
 
 
@@ -148,10 +138,5 @@ def render(template: str, **context: Any) -> str:
         finalize=None if html else markdown_text,
     )
     helpers: dict[str, Any] = {"column_names": column_names, "number_columns": number_columns, "shown": shown}
-    environment.globals.update(helpers | {"script_hash": script_hash, "quoted": shlex.join})
+    environment.globals.update(helpers)
     return environment.get_template(template).render(**context)
-
-
-def script_hash(script: str) -> str:
-    """The hash by which the page's security policy allows its one script and no other."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -16,14 +16,15 @@ from typing import Any
 
 from llava.analysis.commands import COMMANDS, NamedModel, named_model
 from llava.compare.arms import FIRST_SEED
-from llava.compare.comparison import Comparison
 from llava.compare.engine import at_work, refuse_ignored
-from llava.compare.published import Published, download, missing_data, models_of, revisions
+from llava.compare.published import Published, download, missing_data, revisions
+from llava.compare.run import Comparison
 from llava.compare.runs import Run
 from llava.compare.steps import Step
 from llava.eval.harness import token_fault
 from llava.eval.results import RESULTS_FILE
 from llava.eval.tasks import choose
+from llava.launch.inputs import HUB
 from llava.launch.recipe import STAGES
 from llava.utils.commands import whole
 from llava.utils.files import write_text
@@ -151,7 +152,7 @@ class Reproduction:
         trained: the experiments that train the arms, where scripts/compare.sh has them.
         stages: the stages in which the arms are trained.
         recipes: by preset, what the script of each stage makes of the first arm's variables.
-        files: of each repository that is taken from the hub, by the trainings too, as the hub lists them.
+        files: of each copy, as the hub lists them.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -179,14 +180,10 @@ class Reproduction:
 
     def ask_hub(self) -> list[str]:
         """Sets `files`; returns why the hub cannot give some, and why arms could not be scored."""
-        recipes = [recipe for stages in self.recipes.values() for recipe in stages]
-        data = [Published(each.repository, Path(each.folder), "dataset", each.patterns)
-                for each in missing_data(recipes).values()]  # fmt: skip
         pinned, faults = revisions(self.hub), []
-        for published in dict.fromkeys([*self.copies, *models_of(recipes), *data]):
-            revision = pinned.get(published.repository) if published in self.copies else None
+        for published in self.copies:
             try:
-                self.files[published] = published.needed_files(revision)
+                self.files[published] = published.needed_files(pinned.get(published.repository))
             except OSError as error:
                 faults.append(str(error))
         return faults + [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
@@ -297,7 +294,7 @@ def run(args: argparse.Namespace) -> None:
     for comparison in task.trained:
         task.train(comparison)
     with at_work(task.results):
-        download({copy: task.files[copy] for copy in task.copies}, task.hub)
+        download(task.files, task.hub)
         run_all(task.measurements())
         page = task.page()
         write_text(task.results / PAGE, page)
@@ -307,10 +304,10 @@ def run(args: argparse.Namespace) -> None:
 def show(task: Reproduction) -> None:
     """Prints what would be fetched, trained and measured."""
     print(f"{task.args.item}: {task.item.shows}")
-    names = {repository: name for name, repository in MODELS.items()} | dict.fromkeys(BENCHMARKS, "samples")
+    names = {repository: name for name, repository in MODELS.items()}
     rows = [
         {
-            "name": names.get(published.repository, "training"),
+            "name": names.get(published.repository, "samples"),
             "repository": published.repository,
             "revision": files[0].commit_hash[:12],
             "GB": sum(file.file_size for file in files) / 1e9,
@@ -324,6 +321,9 @@ def show(task: Reproduction) -> None:
         print(f"\ntrains in {comparison.folder}, unless they are there: {', '.join(comparison.arms)}")
         for step in task.inputs(comparison):
             print(f"first: {shlex.join(['python', *step.command[1:]])}")
+        inputs = [each for recipe in task.recipes[comparison.preset] for each in recipe["inputs"]]
+        for name, hint in {each["value"]: each["hint"] for each in inputs if each["state"] == HUB}.items():
+            print(f"from the hub: {name} {hint}".rstrip())
         if not task.item.commands:
             print(f"then for each: {shlex.join(comparison.evaluation(comparison.runs[0]).command)}")
     print()

@@ -6,16 +6,106 @@ recorded when all its arms are trained and answered; nothing is compared before 
 
 import argparse
 import os
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llava.compare.arms import parse_arms, parse_seeds
-from llava.compare.comparison import Comparison
-from llava.compare.plan import read_plan
-from llava.compare.planned import Planned
-from llava.compare.tuning import Tuning
+from llava.compare.engine import Experiment
+from llava.compare.record import FILE, add_runs, new_record, write_record
+from llava.compare.report import write_page
+from llava.compare.runs import Run, check_results
+from llava.compare.steps import Step
+from llava.eval.results import UNTOUCHED, Results
+from llava.eval.tasks import PAPER_COLUMNS
+from llava.launch.recipe import STAGES
 from llava.utils.paths import ROOT
+from playground.options import PICTURES
 
 PRESET, ARMS = "llama-3.2-3b", "none,layernorm,gwc_layernorm"  # the paper's
+_ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
+
+
+@dataclass
+class Comparison(Experiment):
+    """Every arm with every seed on the same data, scored by the stock harnesses and measured.
+
+    Attributes:
+        tasks: of scripts/evaluate.sh, joined by commas; empty: its own.
+        questions: the user's own questions, evaluated in every run; their pictures are in `pictures_of_questions`.
+    """
+
+    tasks: str = ""
+    questions: Path | None = None
+    pictures_of_questions: Path | None = None
+
+    def set_defaults(self) -> None:
+        """Sets what the caller's variables leave open: the demo's tasks, packages and the tracker."""
+        self.tasks = self.tasks or os.environ.get("TASKS") or ("scenes" if self.demo else "")
+        os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+        os.environ.setdefault("REPORT_TO", "tensorboard")
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """The demo's pictures; what `DATA_PATH` names is trained on in their place."""
+        return {"DEMO_DATA": "scenes"} if self.demo else {}
+
+    def evaluation(self, run: Run) -> Step:
+        """Evaluates every task; finished ones are skipped."""
+        default = "--together --batch-size 8" if self.demo else ""  # two small tasks start faster together
+        flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
+        words = ["llava.eval.evaluate", run.folder("finetune").resolve()]
+        words += ["--tasks", self.tasks] if self.tasks else []
+        words += ["--output-dir", run.folder("eval").resolve(), *flags]
+        return self.python(f"{run.name}, evaluation", run.folder("eval.log"), *words)
+
+    def own_questions(self, run: Run) -> Step:
+        """The user's own questions."""
+        words = ["llava.eval.answer", "--model-path", run.folder("finetune").resolve(), "--data", self.questions]
+        words += ["--image-folder", self.pictures_of_questions] if self.pictures_of_questions else []
+        log = run.folder("questions.log")
+        return self.python(f"{run.name}, questions", log, *words, "--output", run.answers.resolve())
+
+    def lane(self, run: Run) -> list[Step]:
+        """The steps of one run."""
+        asked = [self.own_questions(run)] if self.questions else []
+        return [*(self.stage(run, stage) for stage in STAGES), self.evaluation(run), *asked]
+
+    def prepared(self) -> list[str]:
+        """The playground's inputs of preset and tasks, and for the analysis unless the caller names its data."""
+        asked = [name for name in PICTURES if name in self.tasks.split(",")]
+        sets = ["scenes"] * (self.demo or not os.environ.get("DATA")) + asked
+        model, tower = (["smollm2"], ["tower"]) if self.demo else ([], [])
+        return [*model, *dict.fromkeys(sets), *tower, *["heldout"] * bool(asked)]
+
+    def work(self) -> None:
+        """Every part in its order."""
+        self.check_settings()
+        self.part("inputs", {"inputs": self.inputs(*([name] for name in self.prepared()))})
+        self.part("stage 1, stage 2, evaluation", {run.name: self.lane(run) for run in self.runs})
+        commands = os.environ.get("ANALYSIS", _ANALYSIS).split()
+        data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
+        self.part("measurements, first seed", self.measurements(commands, data, samples))
+        self.report()
+        print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md")
+
+    def report(self) -> None:
+        """Checks every run, and writes the record and the page."""
+        if self.questions:
+            check_results(self.runs, lambda run: run.own_results)
+        record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
+        add_runs(record, self.runs, lambda run: {UNTOUCHED: self.results_of(run)})
+        write_record(record, self.folder / FILE)
+        write_page(record, self.folder)
+
+    def results_of(self, run: Run) -> Results:
+        """A run's scores, the caller's own questions among them, in the paper's order."""
+        tasks = run.results.tasks | (run.own_results.tasks if self.questions else {})
+        order = [*PAPER_COLUMNS.values()]
+        names = sorted(tasks, key=lambda name: ([*order, name].index(name), name))
+        return replace(run.results, tasks={name: tasks[name] for name in names})
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command `run`."""
+    from llava.compare.planned import planned_of
+
     comparison = planned_of(args) if args.plan else comparison_of(args)
     comparison.set_defaults()
     comparison.run()
@@ -57,20 +149,3 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
         comparison.pictures_of_questions = args.question_images and args.question_images.resolve()
         check_questions(str(comparison.questions), comparison.pictures_of_questions)
     return comparison
-
-
-def planned_of(args: argparse.Namespace) -> Planned:
-    """The study of `--plan`.
-
-    Raises:
-        ValueError: not a plan, or the caller has set what it decides.
-    """
-    plan = read_plan(args.plan)
-    for name in ("preset", "arms", "seeds", "tasks", "questions"):
-        if getattr(args, name):
-            raise ValueError(f"--{name}: the plan {plan.file} decides it; leave it out")
-    if steps := os.environ.get("MAX_STEPS"):
-        raise ValueError(f"MAX_STEPS={steps}: the plan {plan.file} decides it; leave it out")
-    os.environ.setdefault("REPORT_TO", "none")
-    folder = (args.output_dir or Path("outputs") / plan.file.stem).resolve()
-    return (Tuning if plan.points else Planned)(plan.preset, plan.arms, plan.seeds, folder, plan=plan)

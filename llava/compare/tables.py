@@ -6,8 +6,7 @@ plan decides its primary comparisons alone, and compares nothing before its last
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -147,13 +146,6 @@ class Statistics:
             return None
         return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
 
-    @cached_property
-    def nats(self) -> dict[str, SeedDifference]:
-        """Every arm's difference in the expected answers' log-probability, where all runs have it and seeds suffice."""
-        if not self.decided or not all("log_probabilities" in entry for entry in self.record["runs"]):
-            return {}
-        return {arm: compare_seeds(self.by_seed(arm, MEAN, 1.0, "log_probabilities")) for arm in self.arms[1:]}
-
 
 def verdict(difference: SeedDifference, margin: float) -> str:
     """What an interval decides; it may exclude zero and still lie within the margin."""
@@ -165,19 +157,20 @@ def verdict(difference: SeedDifference, margin: float) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def every_table(record: Record, plan: Plan | None = None, stats: Statistics | None = None) -> dict[str, Rows]:
-    """A record's tables by name, without those that have no rows.
-
-    Args:
-        stats: None before the last seed of a plan.
-    """
-    tables: dict[str, Rows] = {}
-    if stats:
-        tables = {"scores": scores_table(stats), "differences": differences_table(stats), "kinds": kinds_table(stats)}
-        tables |= {"log-probabilities": nats_table(stats), "controls": controls_table(stats)}
-        tables |= {"samples to a loss": reached_table(stats), "logged": logged_table(stats)}
-    tables |= {"runs": runs_table(record), "cost": cost_table(record), "configuration": own_table(record)}
-    tables["shared"] = [{"field": name, "value": json.dumps(value)} for name, value in record["configuration"].items()]
+def every_table(stats: Statistics) -> dict[str, Rows]:
+    """A record's tables by name, without those that have no rows."""
+    record = stats.record
+    tables = {
+        "scores": scores_table(stats),
+        "differences": differences_table(stats),
+        "log-probabilities": nats_table(stats),
+        "controls": controls_table(stats),
+        "logged": logged_table(stats),
+        "runs": runs_table(record),
+        "cost": cost_table(record),
+        "configuration": own_table(record),
+        "shared": [{"field": name, "value": json.dumps(value)} for name, value in record["configuration"].items()],
+    }
     return {name: rows for name, rows in tables.items() if rows}
 
 
@@ -228,27 +221,16 @@ def differences_table(stats: Statistics) -> Rows:
     return rows
 
 
-def kinds_table(stats: Statistics) -> Rows:
-    """Percent right, mean over the seeds, for every kind of question of the tasks that have several."""
-    rows: Rows = []
-    for task in stats.tasks:
-        kinds = [str(kind) for kind in stats.facts(task).get("kinds", []) if kind is not None]
-        for kind in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
-            chosen = np.flatnonzero(np.array(kinds) == kind)
-            row = {"benchmark": TITLES.get(task, task), "kind": kind, "questions": len(chosen)}
-            for arm in stats.arms:
-                row[arm] = round(100 * float(stats.samples(arm, task)[:, chosen].mean(axis=1).mean()), 1)
-            rows.append(row)
-    return rows
-
-
 def nats_table(stats: Statistics) -> Rows:
-    """Every arm's difference in the expected answers' log-probability."""
-    shown = ("delta", "low", "high", "deviation")
-    return [
-        {"arm": arm} | {name: round(asdict(d)[name], 3) for name in shown} | {"p": in_digits(d.p, 2)}
-        for arm, d in stats.nats.items()
-    ]
+    """Every arm's difference in the expected answers' log-probability, where all runs have it and seeds suffice."""
+    if not stats.decided or not all("log_probabilities" in entry for entry in stats.record["runs"]):
+        return []
+    rows: Rows = []
+    for arm in stats.arms[1:]:
+        result = asdict(compare_seeds(stats.by_seed(arm, MEAN, 1.0, "log_probabilities")))
+        row = {"arm": arm} | {name: round(result[name], 3) for name in ("delta", "low", "high", "deviation")}
+        rows.append(row | {"p": in_digits(result["p"], 2)})
+    return rows
 
 
 def controls_table(stats: Statistics) -> Rows:
@@ -264,35 +246,6 @@ def controls_table(stats: Statistics) -> Rows:
             row[name] = in_digits(float(np.mean(means)), 3)
         rows.append(row)
     return rows
-
-
-def reached_table(stats: Statistics) -> Rows:
-    """Samples of stage 2 until a loss of the plan is reached: mean over the seeds, and paired difference."""
-    rows: Rows = []
-    for loss in stats.plan.losses if stats.plan else ():
-        needed = {arm: [first_reached(loss, stats.by_run[arm, s]["training"]) for s in stats.seeds]
-                  for arm in stats.arms}  # fmt: skip
-        base = needed[stats.baseline]
-        for arm, values in needed.items():
-            row: dict[str, Any] = {"loss": loss, "arm": arm, "not reached by": sum(map(math.isinf, values))}
-            if not any(map(math.isinf, [*values, *base])):
-                row["samples"] = round(float(np.mean(values)))
-                if arm != stats.baseline:
-                    paired = compare_seeds([own - other for own, other in zip(values, base, strict=True)])
-                    row |= {"difference": round(paired.delta), "low": round(paired.low), "high": round(paired.high)}
-            rows.append(row)
-    return rows
-
-
-def first_reached(loss: float, training: Mapping[str, Sequence[float]]) -> float:
-    """The samples at which a curve, straight between its points, first comes down to `loss`; infinity if never."""
-    points = list(zip(training["samples"], training["loss"], strict=True))
-    if points[0][1] <= loss:
-        return float(points[0][0])
-    for (x, above), (later, value) in zip(points, points[1:], strict=False):
-        if value <= loss:
-            return float(x + (above - loss) / (above - value) * (later - x))
-    return math.inf
 
 
 def logged_table(stats: Statistics) -> Rows:
@@ -316,22 +269,17 @@ def runs_table(record: Record) -> Rows:
 
 
 def cost_table(record: Record) -> Rows:
-    """Hours, tokens and memory of every stage from its log, the time of the evaluation, and the commands."""
+    """What every stage took by its log, the time of the evaluation, and the commands."""
     rows: Rows = []
     for entry in record["runs"]:
         run = {"arm": entry["arm"], "seed": entry["seed"]}
         for name, stage in entry.get("stages", {}).items():
-            row = run | {"step": name, "devices": stage["devices"], "device hours": round(stage["device_hours"], 3)}
-            row |= {"optimizer steps": stage["steps"], "tokens": round(stage["tokens"])}
-            row |= {"tokens/s": round(stage["tokens"] / stage["seconds"]) if stage["seconds"] else None}
-            row |= {"peak memory, GiB": round(stage["peak_memory_gib"], 2)}
-            starts = stage["starts"]
-            row |= {"started": ", ".join(start["started"] for start in starts), "command": starts[-1]["command"]}
-            rows.append(row | {"commit": ", ".join(dict.fromkeys(str(start["commit"]) for start in starts))})
+            took = {key: in_digits(value, 4) for key, value in stage.items() if key not in ("starts", "curves")}
+            starts = [[str(start[key]) for start in stage["starts"]] for key in ("started", "commit", "command")]
+            started, commit, command = (", ".join(dict.fromkeys(values)) for values in starts)
+            rows.append(run | {"step": name} | took | {"started": started, "commit": commit, "command": command})
         if evaluation := entry.get("evaluation"):
-            hours = round(evaluation["seconds"] * max(1, evaluation.get("num_gpus") or 1) / 3600, 3)
-            row = run | {"step": "evaluation", "device hours": hours, "started": evaluation["created"]}
-            rows.append(row | {"command": evaluation["command"], "commit": evaluation["commit"]})
+            rows.append(run | {"step": "evaluation", "started": evaluation["created"]} | evaluation)
     return rows
 
 

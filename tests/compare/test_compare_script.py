@@ -14,11 +14,11 @@ from shell import kill
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
-from llava.compare.comparison import Comparison
 from llava.compare.engine import DEMO
 from llava.compare.plan import read_plan
 from llava.compare.planned import Planned
 from llava.compare.quickstart import Quickstart
+from llava.compare.run import Comparison
 from llava.compare.runs import is_finished
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE

@@ -1,6 +1,5 @@
 """The comparison's page: verdicts as computed, everything escaped, and how a browser shows it."""
 
-import csv
 import html
 import json
 import re
@@ -13,9 +12,10 @@ from comparison_runs import write_run
 
 from llava.compare import paper
 from llava.compare.__main__ import main
-from llava.compare.comparison import Comparison
-from llava.compare.record import FILE
+from llava.compare.record import FILE, read_record
 from llava.compare.report import markdown_text
+from llava.compare.run import Comparison
+from llava.compare.tables import Statistics, every_table
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
 from llava.utils.digests import revision
@@ -47,31 +47,30 @@ def report(tmp_path_factory):
     return root, runs
 
 
-def read_csv(root, name):
-    with open(root / f"report-{name}.csv", newline="") as stream:
-        return list(csv.DictReader(stream))
+def tables(root):
+    """The tables of the record in a folder."""
+    return every_table(Statistics(read_record(root)))
 
 
-@pytest.mark.slow
 def test_tables_have_the_scores_of_the_samples(report):
     root, runs = report
-    rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "differences")}
+    rows = {(row["arm"], row["benchmark"]): row for row in tables(root)["differences"]}
     scores = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
     base = [run.results.tasks["scenes"].score for run in runs if run.arm == "none"]
     row = rows["gwc_layernorm", "scenes"]
     changes = [ours - theirs for ours, theirs in zip(scores, base, strict=True)]
     expected = compare_seeds(changes)
-    assert [float(row[f"seed {seed}"]) for seed in (1, 2, 3)] == pytest.approx(changes, abs=0.01)
-    assert [float(row[name]) for name in ("delta", "low", "high")] == pytest.approx(
+    assert [row[f"seed {seed}"] for seed in (1, 2, 3)] == pytest.approx(changes, abs=0.01)
+    assert [row[name] for name in ("delta", "low", "high")] == pytest.approx(
         [expected.delta, expected.low, expected.high], abs=0.01
     )
     verdicts = [rows[arm, "mean"]["verdict"] for arm in ("gwc_layernorm", "layernorm@default", "layernorm")]
     assert verdicts == ["improved", "worse", "undecided"]
-    table = {row["benchmark"]: row for row in read_csv(root, "scores")}
+    table = {row["benchmark"]: row for row in tables(root)["scores"]}
     assert table["scenes"]["gwc_layernorm"] == f"{sum(scores) / 3:.1f}" and table["scenes"]["chance"] == "25.0"
-    assert float(table["POPE"]["layernorm, paper"]) == paper.TABLE_4["Llama-3.2-3B"]["layernorm"]["pope"]
-    assert "paper" not in "".join(table["mean"][name] for name in table["mean"] if "paper" in name)
-    assert table["mean"]["none, paper"] == "" and "layernorm@default, paper" not in table["POPE"]
+    assert table["POPE"]["layernorm, paper"] == paper.TABLE_4["Llama-3.2-3B"]["layernorm"]["pope"]
+    assert not [name for name in table["mean"] if "paper" in name]
+    assert "layernorm@default, paper" not in table["POPE"]
 
 
 def write_answers(run, right, data="content abc"):
@@ -91,10 +90,10 @@ def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path):
     for run, right in zip(runs, (40, 70), strict=True):
         write_answers(run, right)
     compare(tmp_path, ("none", "layernorm"), (1,), questions=Path("mine.jsonl"))
-    rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "differences")}
+    rows = {(row["benchmark"], row["arm"]): row for row in tables(tmp_path)["differences"]}
     ours = rows["questions", "layernorm"]
-    assert (ours["delta"], ours["won"], ours["lost"], ours["verdict"]) == ("37.5", "30", "0", "")
-    assert {row["benchmark"]: row["none"] for row in read_csv(tmp_path, "scores")}["questions"] == "50.0 (39 to 61)"
+    assert (ours["delta"], ours["won"], ours["lost"], ours["verdict"]) == (37.5, 30, 0, "")
+    assert {row["benchmark"]: row["none"] for row in tables(tmp_path)["scores"]}["questions"] == "50.0 (39 to 61)"
     shutil.rmtree(runs[1].answers.parent)
     write_answers(runs[1], 70, data="content xyz")
     with pytest.raises(ValueError) as refused:
@@ -122,8 +121,8 @@ def test_fewer_than_three_seeds_have_an_interval_of_questions_and_no_verdict(tmp
         for base, ours in zip(runs[::2], runs[1::2], strict=True)
     ]
     ((expected,), _) = compare_benchmarks([np.array(changes)], [None])
-    (row, _) = read_csv(tmp_path, "differences")
-    assert [float(row[name]) for name in ("delta", "low", "high")] == pytest.approx(
+    (row, _) = tables(tmp_path)["differences"]
+    assert [row[name] for name in ("delta", "low", "high")] == pytest.approx(
         [expected.delta, expected.low, expected.high], abs=0.005
     )
 

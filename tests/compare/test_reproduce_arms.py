@@ -10,16 +10,13 @@ from shell import only
 from warm_python import warm_python
 
 from llava.compare import reproduce as reproduce_module
-from llava.compare.__main__ import PACKAGE, SUMMARIES, main
+from llava.compare.__main__ import main
 from llava.compare.published import missing_data
-from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, OWN_CODE, Reproduction
-from llava.data.prepare import SOURCES
+from llava.compare.reproduce import BENCHMARKS, ITEMS, MODELS, OWN_CODE
 from llava.launch.settings import NAMES
-from llava.utils.commands import command_parser
 
 GB = 10**9
-OF_PRESETS = ("meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "google/siglip-so400m-patch14-384")
-DATA = {"llava-558k": "images.zip", "llava-next": "data/train-00000-of-00001.parquet"}
+DATA = ["llava-558k", "llava-next"]
 
 
 class Large(bytes):
@@ -40,25 +37,16 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub_server.READER)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # As in a new checkout, whatever this one has below playground/data.
-    names = [*DATA]
-    monkeypatch.setattr(
-        reproduce_module, "missing_data", lambda recipes: {n: SOURCES[n] for n in names[: len(recipes)]}
-    )
+    monkeypatch.setattr(reproduce_module, "missing_data", lambda recipes: DATA[: len(recipes)])
     with hub_server.serve() as hub:
         weights = {"model.safetensors": Large()}
-        for name in {*MODELS.values(), *OF_PRESETS}:
+        for name in MODELS.values():
             hub.models[name] = hub_server.Repository(name, dict(weights))
         files = ("en/dev-0.parquet", "data/a.parquet", "a.parquet")
-        data = dict(zip(BENCHMARKS, files, strict=True))
-        data |= {SOURCES[name].repository: file for name, file in DATA.items()}
-        for name, file in data.items():
+        for name, file in zip(BENCHMARKS, files, strict=True):
             hub.models[name] = hub_server.Repository(name, {file: Large()})
         hub_server.use(hub, monkeypatch)
         yield hub
-
-
-def task_of(*words: str) -> Reproduction:
-    return Reproduction(command_parser(PACKAGE, None, SUMMARIES, "reproduce").parse_args(["reproduce", *words]))
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
@@ -72,10 +60,8 @@ def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item
     rows = {line.split()[1]: line.split() for line in shown.splitlines() if " 000000000000 " in line}
     expected = [MODELS[name] for name in of.models] + ([*BENCHMARKS] if of.on_samples else [])
     if of.arms:
-        models = [OF_PRESETS[0], OF_PRESETS[2], *([OF_PRESETS[1]] if item == "table4" else [])]
-        stages = 1 if of.stage != "finetune" else 2
-        expected += models + [SOURCES[name].repository for name in [*DATA][:stages]]
         assert shown.count("trains in ") == len(of.presets)
+        assert "from the hub: meta-llama/Llama-3.2-3B-Instruct gated: accept its licence" in shown
         assert shown.count("first: python -m llava.data.prepare llava-558k") == len(of.presets)
     assert rows.keys() == {*expected}
     assert all(row[3:] == ["14.00", "14.00"] for row in rows.values())
@@ -99,23 +85,12 @@ def test_scores_that_need_a_token_are_refused_before_anything_is_trained(hub, tm
     assert main([*words, "--dry-run"]) == 0
 
 
-def test_a_model_in_the_cache_is_not_asked_for(hub, tmp_path):
-    task = task_of("table5", "--output-dir", str(tmp_path / "out/reproduce"))
-    for name in OF_PRESETS:
-        folder = tmp_path / f"home/hub/models--{name.replace('/', '--')}"
-        for file, content in (("refs/main", "1"), ("snapshots/1/config.json", "{}")):
-            (folder / file).parent.mkdir(parents=True)
-            (folder / file).write_text(content)
-    assert task.ask_hub() == []
-    assert [each.repository for each in task.files] == [SOURCES["llava-558k"].repository]
-
-
 def test_the_data_sets_that_are_missing_are_those_of_the_recipes_folders():
     inputs = [("data", "playground/data/LLaVA-NeXT-Data/data", "MISSING"), ("images", "/mine/images", "MISSING")]
     inputs += [("data", "playground/data/LLaVA-Pretrain/blip_laion_cc_sbu_558k.json", "found")]
     inputs += [("adapter", "out/mm_projector.bin", "MISSING"), ("model", "mine", "WRONG")]
     recipe = {"preset": "nano", "inputs": [{"what": w, "value": v, "state": s, "hint": "do"} for w, v, s in inputs]}
-    assert [*missing_data([recipe])] == ["llava-next"]
+    assert missing_data([recipe]) == ["llava-next"]
 
 
 # --- to the page ------------------------------------------------------------------------------------------------------

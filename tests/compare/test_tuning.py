@@ -12,8 +12,7 @@ from shell import new_lines
 
 from llava.compare.__main__ import main
 from llava.compare.plan import read_plan
-from llava.compare.planned import Planned
-from llava.compare.tuning import best_points
+from llava.compare.planned import Planned, best_points
 
 ARMS, SEED, BEST = ["none", "layernorm"], 301, {"none": 2e-3, "layernorm": 5e-4}
 POINTS = [{"pretrain": {"LEARNING_RATE": rate}, "finetune": {"PROJECTOR_LR": rate}} for rate in (2e-3, 5e-4)]
