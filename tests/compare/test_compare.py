@@ -1,15 +1,28 @@
-"""A comparison refuses runs that differ in more than the arm, naming the field and both values."""
+"""`python -m llava.compare run`: its steps, what is refused before it, and runs that differ in more than the arm."""
 
 import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from comparison_runs import change, write_run, write_scores
+from comparison_runs import Caller, change, write_run, write_scores
+from paths import ROOT
+from shell import kill
 
-from llava.compare.arms import parse_arm
+from llava.compare.__main__ import main
+from llava.compare.arms import Arm, parse_arm
+from llava.compare.engine import DEMO
+from llava.compare.plan import read_plan
+from llava.compare.planned import Planned
+from llava.compare.quickstart import Quickstart
 from llava.compare.record import add_run, new_record
-from llava.compare.runs import Run, check_flags, check_present, check_results, check_runs
+from llava.compare.run import Comparison
+from llava.compare.runs import Run, check_flags, check_present, check_results, check_runs, is_finished
 from llava.compare.tables import own_table
-from llava.utils.provenance import RUN_FILE
+from llava.launch.settings import NAMES
+from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 
 ARMS = ("none", "layernorm", "layernorm@default")
@@ -18,6 +31,9 @@ ARMS = ("none", "layernorm", "layernorm@default")
 @pytest.fixture
 def runs(tmp_path):
     return [write_run(tmp_path, seed, arm, 0.5) for seed in (1, 2) for arm in ARMS]
+
+
+# --- what must be equal -----------------------------------------------------------------------------------------------
 
 
 def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
@@ -40,12 +56,9 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
     [
         ("training.learning_rate", 2e-3, 1e-3),
         ("order", "order-9", "order-1"),
-        ("data.records", "abd", "abc"),
         ("initial_weights.mm_language_model", "y", "x"),
         ("initial_weights.mm_mlp_adapter", "z", "1 "),
         ("code.digest", "e", "d"),
-        ("versions.torch", "0.2.0", "0.1.0"),
-        ("devices.kind", "H200", "cpu"),
     ],
 )
 def test_any_other_difference_is_refused_with_field_and_both_values(runs, field, value, before):
@@ -87,17 +100,6 @@ def test_another_projector_is_an_arm_whose_own_weights_may_differ(tmp_path):
     change(runs[1], "pretrain", "initial_weights.mm_mlp_adapter", "z")
     with pytest.raises(ValueError, match="mm_mlp_adapter: '1 ' .*, 'z'"):
         check_runs(runs, "pretrain")
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("pre_layernorm_mlp0x_gelu", "is not one of: none, .*pre_layernorm_mlpNx_gelu"), ("mlp2x_gelu", "leave it out")]
-    + [("pre_layernorm_mlp2x_gelu-fixed", "is not one of"), ("scale-fixed", "docs/study.md names the commit")]
-    + [("vocab_mix_mlp2x_gelu", "docs/study.md names the commit")],
-)
-def test_other_names_of_arms_are_refused(name, reason):
-    with pytest.raises(ValueError, match=f"--arms {name}: .*{reason}"):
-        parse_arm(name)
 
 
 def test_a_run_continued_with_another_configuration_is_refused(runs):
@@ -145,15 +147,134 @@ def test_a_rerun_with_other_evaluation_data_is_refused_since_it_may_choose_the_b
 def test_a_run_without_a_seed_in_its_folder_s_name_may_not_be_resumed_with_another(tmp_path):
     seeded = write_run(tmp_path, 1, "none", 0.5)
     run = Run(tmp_path / "seed-1", None, "none")
-    change_command(run, "--seed 1")
+    path = run.folder("pretrain") / RUN_FILE
+    content = json.loads(path.read_text())
+    content["starts"][-1]["provenance"]["command"] = "train --seed 1"
+    path.write_text(json.dumps(content))
     check_flags(run, "pretrain", {"seed": "1"})
     with pytest.raises(ValueError, match=r"seed: '1' \(trained\), '2' \(now\)"):
         check_flags(run, "pretrain", {"seed": "2"})
     check_flags(seeded, "pretrain", {"seed": "2"})  # its folder's name has the seed
 
 
-def change_command(run, words):
-    path = run.folder("pretrain") / RUN_FILE
-    content = json.loads(path.read_text())
-    content["starts"][-1]["provenance"]["command"] = f"train {words}"
-    path.write_text(json.dumps(content))
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_an_arm_is_a_norm_with_its_initial_norm_and_other_names_are_refused():
+    assert parse_arm("none") == Arm("none", "")
+    assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
+    assert parse_arm("layernorm@default") == Arm("layernorm", "default")
+    assert parse_arm("rmsnorm@4x-fixed") == Arm("rmsnorm", "4x", learnable=False)
+    for name in ("pre_layernorm_mlp0x_gelu", "pre_layernorm_mlp2x_gelu-fixed", "scale-fixed"):
+        with pytest.raises(ValueError, match=f"--arms {name}: .* is not one of: none.*docs/study.md names the commit"):
+            parse_arm(name)
+    with pytest.raises(ValueError, match="--arms mlp2x_gelu: .*leave it out"):
+        parse_arm("mlp2x_gelu")
+
+
+@pytest.mark.slow
+def test_every_step_in_order_a_killed_call_leaves_a_lock_and_a_rerun_resumes_or_trains_nothing(tmp_path):
+    call = Caller(tmp_path, "run", NUM_GPUS=1, LAUNCHER="python", ANALYSIS="theory", DATA=tmp_path / "data.json")
+    flags = ("--arms", "none,layernorm@default", "--seeds", "7,", "--tasks", "pope")
+    last = "train 7 layernorm@default pretrain"
+    calls, _, _, family = call.signalled(last, signal.SIGKILL, *flags, HANGS=last)
+    assert calls == ["train 7 none pretrain", "train 7 none finetune", "evaluate none", last]
+    locked = call(*flags, LOCK_SECONDS=1)  # the training lives on and writes into the folder
+    assert locked.returncode == 2 and "waiting for its end" in locked.stderr and not call.seen()
+    assert "in use by another call or by a training that it left; wait for its end" in locked.stderr
+    kill(family)
+    done = call(*flags, LOCK_SECONDS=5)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = ["evaluate none", "evaluate layernorm@default", "measure theory analysis"]
+    lines = call.seen()
+    assert [line for line in lines if line.startswith("train")] == [last, "train 7 layernorm@default finetune"]
+    assert [line for line in lines if not line.startswith("train")] == measured
+    assert (call.out / "report.html").is_file()
+    assert call(*flags).returncode == 0 and call.seen() == measured  # which find out what is finished
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--seeds", "0"], "--seeds 0"),
+        (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
+        (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
+        (["--arms", "layernorm,none"], "baseline"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, capsys, flags, named):
+    assert main(["run", "--output-dir", str(tmp_path / "out"), *flags]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+PLAN = ROOT / "docs/data/study-plan.json"
+COMMANDS = {
+    "demo": ["run", "--preset", "demo"],
+    "recipe": ["run"],
+    "plan": ["run", "--plan", str(PLAN)],
+    "quickstart": ["quickstart"],
+}
+
+
+def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
+    """The variables that each run's script is called with, besides the caller's."""
+    arms, seeds, demo = ["none", "layernorm"], [42, 43], DEMO if command != "recipe" else "llama-3.2-3b"
+    if command == "quickstart":
+        experiment = Quickstart(demo, arms, [], folder, "scenes")
+    elif command == "plan":
+        experiment = Planned(demo, arms, seeds, folder, plan=read_plan(PLAN))
+    else:
+        experiment = Comparison(demo, arms, seeds, folder)
+    return list(experiment.every_settings())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(Quickstart, "recipe", lambda *_: {})
+    on_cpu = SimpleNamespace(on_gpu=False)
+    for module in ("quickstart", "engine"):
+        monkeypatch.setattr(f"llava.compare.{module}.resolve_devices", lambda environment: on_cpu)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    refused = set()
+    for name in sorted(NAMES):
+        value = "1" if name == "DRY_RUN" else "/own/value"
+        with monkeypatch.context() as own:
+            own.setenv(name, value)
+            try:
+                reached = {(os.environ | settings)[name] for settings in settings_of_runs(command, tmp_path)}
+            except ValueError as error:  # the quickstart refuses as soon as it is made
+                assert f"{name}={value}: " in str(error)
+                refused.add(name)
+                continue
+            if reached == {value} and (command, name) != ("plan", "MAX_STEPS"):
+                continue
+            assert main([*COMMANDS[command], "--output-dir", str(tmp_path / "out")]) != 0
+            assert f"{name}={value}: " in capsys.readouterr().err
+            refused.add(name)
+    assert not (tmp_path / "out").exists()
+    assert {"PRESET", "NORM", "OUTPUT_DIR", "DRY_RUN"} <= refused
+    assert not refused & {"DATA_PATH", "IMAGE_FOLDER", "MODEL_PATH", "LEARNING_RATE", "EVAL_DATA_PATH", "LORA"}
+
+
+def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path):
+    for weights in ("model.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"):
+        folder = tmp_path / weights
+        folder.mkdir()
+        (folder / DONE).touch()
+        assert not is_finished(folder)
+        (folder / weights).touch()
+        assert is_finished(folder)
+
+
+def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys):
+    good, bad = {"question_id": 0, "text": "Was it?", "expected": "yes"}, {"question_id": 1, "text": "Is it?"}
+    records = {"no expected answer": bad, "the id 0 is also that of": good}
+    records["'3' cannot be the expected answer"] = bad | {"expected": "3", "kind": "yes_no"}
+    words = ["run", "--output-dir", str(tmp_path / "out"), "--question-images", str(tmp_path)]
+    for message, record in records.items():
+        (tmp_path / "mine.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
+        assert main([*words, "--questions", str(tmp_path / "mine.jsonl")]) == 2
+        error = capsys.readouterr().err
+        assert "--questions" in error and message in error and not (tmp_path / "out").exists()

@@ -1,23 +1,39 @@
-"""The quickstart: what runs beside what, what a second call leaves out, and what is refused."""
+"""The quickstart and its answers: what runs beside what, what a second call leaves out, what is refused, its page."""
 
+import argparse
+import html
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from comparison_runs import Caller
+from comparison_runs import Caller, write_run
 from paths import ROOT
 from PIL import Image
 from study_stub import KINDS
 
-from llava.compare import quickstart, steps
+from llava import asking
+from llava.compare import answers, quickstart, steps
 from llava.compare.__main__ import main
+from llava.compare.quickstart import Quickstart
+from llava.compare.record import read_record
 from llava.compare.steps import Step, StepError, run_lanes
+from llava.compare.tables import Statistics
+from llava.eval.results import CONTROLS, read_results
 from llava.launch import devices
 from llava.launch.settings import NAMES
+from llava.utils.intervals import share_interval
+
+ARMS = ("none", "gwc_layernorm")
+HOSTILE = "<img src=x onerror=document.title='hacked'>"
+QUESTIONS, RIGHT = 24, {"none": 9, "gwc_layernorm": 18}
+
 
 # --- the flow ---------------------------------------------------------------------------------------------------------
 
@@ -58,69 +74,35 @@ def test_an_interruption_ends_every_arm_a_rerun_resumes_and_another_trains_nothi
     assert "choose another --output-dir" in refused.stderr
 
 
-@pytest.mark.parametrize(("on_gpu", "lanes"), [(True, 1), (False, 2)])
-def test_on_gpus_one_arm_trains_after_the_other(on_gpu, lanes, monkeypatch, tmp_path):
-    monkeypatch.setattr(quickstart, "resolve_devices", lambda environment: SimpleNamespace(on_gpu=on_gpu))
-    monkeypatch.setattr(quickstart, "runs_at_once", lambda runs, cores: runs)
-    assert quickstart.Quickstart("demo", ["none", "gwc_layernorm"], [], tmp_path, "scenes").places() == [{}] * lanes
-
-
-@pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
-def test_arms_train_one_after_the_other_where_memory_is_short(free, width, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
-    monkeypatch.setattr(steps, "memory_quota", lambda: None)
-    assert steps.runs_at_once(2, cores=2) == width
-    assert steps.runs_at_once(2, cores=1) == 1
-
-
-def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypatch):
+def test_arms_train_one_after_the_other_on_gpus_and_where_cores_or_memory_are_short(monkeypatch, tmp_path):
     files = {"memory.max": str(8 * 2**30), "memory.current": str(6 * 2**30), "memory.stat": f"anon 1\nfile {2**30}"}
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    assert devices.memory_quota(tmp_path) == 3 * 2**30
+    assert devices.memory_quota(tmp_path) == 3 * 2**30  # a container's page cache is free
     (tmp_path / "memory.max").write_text("max\n")
     assert devices.memory_quota(tmp_path) is None
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
-    monkeypatch.setattr(steps, "memory_quota", lambda: 4 * 2**30)
-    assert steps.runs_at_once(2, cores=2) == 1
+    for free, quota, width in ((64, None, 2), (5, None, 1), (1, None, 1), (64, 4, 1)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free * 2**30))
+        monkeypatch.setattr(steps, "memory_quota", lambda quota=quota: quota and quota * 2**30)
+        assert steps.runs_at_once(2, cores=2) == width and steps.runs_at_once(2, cores=1) == 1
+    monkeypatch.setattr(quickstart, "resolve_devices", lambda environment: SimpleNamespace(on_gpu=True))
+    assert Quickstart("demo", list(ARMS), [], tmp_path, "scenes").places() == [{}]
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "said"),
-    [
-        (["--arms", "none none"], {}, "each once"),
-        (["--arms", "none,batchnorm"], {}, "'batchnorm' is not one of"),
-        ([], {"PROJECTOR": "linear"}, "PROJECTOR=linear: arms have mlp2x_gelu"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_runs(flags, variables, said, tmp_path, capsys, monkeypatch):
+def test_wrong_settings_are_refused_before_anything_runs(tmp_path, capsys, monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert main(["quickstart", "--output-dir", str(tmp_path / "out"), *flags]) == 2
-    refused = capsys.readouterr().err
-    assert said in refused and len(refused.splitlines()) == 1 and not (tmp_path / "out").exists()
+    monkeypatch.setenv("PROJECTOR", "linear")
+    for flags, said in ((["--arms", "none none"], "each once"), ([], "PROJECTOR=linear: --arms sets it")):
+        assert main(["quickstart", "--output-dir", str(tmp_path / "out"), *flags]) == 2
+        refused = capsys.readouterr().err
+        assert said in refused and len(refused.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lane_starts_when_another_has_ended_and_no_earlier(tmp_path):
-    def step(name, seconds):
-        return Step(name, ["bash", "-c", f"echo {name} >>order; sleep {seconds}"], tmp_path / name, {"HOME": "/"})
-
-    steps = {name: [step(name, seconds)] for name, seconds in (("a", 0.6), ("b", 0.1), ("c", 0.1))}
-    for lane in steps.values():
-        lane[0].command = [*lane[0].command[:2], lane[0].command[2].replace("order", str(tmp_path / "order"))]
-    times = run_lanes(steps, [{}] * 2)
-    assert (tmp_path / "order").read_text().split()[2] == "c" and times["a"] >= 0.6 > times["b"]
-
-
-def test_no_two_lanes_at_a_time_have_the_same_place(tmp_path):
+def test_a_lane_starts_in_a_place_that_another_has_left(tmp_path):
     lanes_of = {
         name: [Step(name, ["bash", "-c", f"echo {name}$GPU >>{tmp_path}/order; sleep 0.2"], tmp_path / name)]
         for name in "abc"
@@ -143,11 +125,108 @@ def test_a_failed_step_names_its_log_and_ends_the_other_lane(tmp_path):
     assert (tmp_path / "told").exists() and not (tmp_path / "c.log").exists()
 
 
-# --- the script -------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_starts_without_loading_models_or_figures():
     code = "import sys; from llava.compare import __main__, answers, quickstart, report, run\n"
     code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_scores_have_intervals_arms_their_paired_difference_and_the_page_escapes_answers(tmp_path, monkeypatch, capsys):
+    """By made-up models."""
+    data, out = tmp_path / "playground/data/photos", tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    (data / "images").mkdir(parents=True)
+    turns = [{"from": "human", "value": "<image>\nWhich?"}, {"from": "gpt", "value": "right"}]
+    records = [
+        {"id": f"q{i}", "image": f"{i}.png", "kind": ("color", "shape")[i % 2], "choices": [*"abcd"]}
+        | {"conversations": turns}
+        for i in range(QUESTIONS)
+    ]
+    for i in range(QUESTIONS):
+        Image.new("RGB", (400, 300), (10 * i, 0, 0)).save(data / f"images/{i}.png")
+    (data / "heldout.json").write_text(json.dumps(records))
+
+    def answers_under(control, checkpoint, records, images, batch_size):
+        right = RIGHT[Path(checkpoint).parent.name]
+        return [("Right." if i >= QUESTIONS - right else HOSTILE, -1.0) for i in range(len(records))]
+
+    monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
+    monkeypatch.setattr(answers, "answers_under", answers_under)
+    monkeypatch.setattr(Quickstart, "measurements", lambda *_: {})
+    for arm in ARMS:
+        write_run(out, None, arm, 0.5)
+        words = {"checkpoint": out / arm / "finetune", "data": data, "output_dir": out / "answers" / arm}
+        answers.run(argparse.Namespace(**words, batch_size=80, controls=["untouched"]))
+    Quickstart("demo", list(ARMS), [], out, "photos").page()
+
+    stats = Statistics(read_record(out))
+    assert stats.scores["none"]["all questions"] == [pytest.approx(100 * 9 / 24)]
+    difference = stats.results["gwc_layernorm"]["all questions"]
+    assert (difference["won"], difference["lost"], difference["delta"]) == (9, 0, pytest.approx(37.5))
+    assert difference["low"] < 37.5 < difference["high"] and difference["verdict"] == ""
+    low, high = share_interval(9, 24)
+    printed = capsys.readouterr().out
+    assert re.search(rf"all questions +37\.5 \({100 * low:.0f} to {100 * high:.0f}\) .* 25\.0", printed)
+    page = (out / "index.html").read_text()
+    assert not re.findall(r"""src=["'](?!data:)""", page) and "<img src=x" not in page
+    assert html.escape("<img src=x", quote=False) in page and 'alt="Which?"' in page
+    assert "the arms cannot be ranked" in page and "+37.50 points" in page
+
+
+def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
+    """Cut at the expected length, "a great blue heron on a lake" would be taken for "a great blue heron"."""
+    records = [{"conversations": [{}, {"value": text}]} for text in ("red", "a great blue heron")]
+    assert answers.longest_answer(records, tokenizer) == len("a great blue heron") + 1  # a token per byte
+    assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
+
+
+# --- answers without the picture --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tiny, trained, tmp_path):
+    """A prepared folder that asks each question about each colour, every question a kind."""
+    trained("none")
+    (tmp_path / "data").mkdir()
+    records = json.loads((tiny / "data/colours.json").read_text())
+    records = [r | {"kind": r["id"].split(" ", 1)[1], "choices": ["Yes", "No"]} for r in records]
+    (tmp_path / "data/heldout.json").write_text(json.dumps(records))
+    shutil.copytree(tiny / "data/images", tmp_path / "data/images")
+    return tmp_path / "data"
+
+
+@pytest.mark.slow
+def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch):
+    places = ("--checkpoint", trained("none"), "--data", data, "--output-dir", tmp_path / "out")
+    words = ["answers", *map(str, places)]
+    assert main([*words, "--batch-size", "5"]) == 0
+    found = {control: read_results(tmp_path / "out" / control).tasks for control in CONTROLS}
+    assert all(task.score > 90 and task.chance == 50 for task in found["untouched"].values())
+    for control in ("blank", "text-only"):
+        for task in found[control].values():
+            assert len({sample.answer for sample in task.samples}) == 1 and task.score < 90
+    seen, blank = (
+        [s.log_probability for task in found[control].values() for s in task.samples]
+        for control in ("untouched", "blank")
+    )
+    assert min(seen) < 0 and max(seen) <= 0 and sum(seen) > sum(blank)
+    ids = [sample.id for task in found["shuffled"].values() for sample in task.samples]
+    assert sorted(ids) == sorted(sample.id for task in found["blank"].values() for sample in task.samples)
+
+    def never(*_, **__):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(asking, "load_assistant", never)
+    assert main(words) == 0  # all are recorded
+    for name, another in (("fastest_dtype", lambda: "float16"), ("made_by", lambda sources: {"torch": "1.0"})):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="asked again"):
+            patch.setattr(answers, name, another)
+            main(words)
+    picture = data / "images/red.png"
+    Image.new("RGB", (20, 16), "grey").save(picture)
+    with pytest.raises(AssertionError, match="asked again"):
+        main(words)

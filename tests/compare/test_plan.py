@@ -1,31 +1,33 @@
-"""A study by a written plan: what is refused, its test's error rates in simulated data, its record, and its page."""
+"""A written plan: what is refused, its test's error rates, its record over several sittings, and a tuning."""
 
 import hashlib
 import json
 import math
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from datetime import datetime
 from types import SimpleNamespace
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import study_stub
 import training
+from comparison_runs import Caller
 from paths import ROOT
+from run_inputs import inputs_in
+from shell import kill, new_lines
 
+from llava.compare.__main__ import main
 from llava.compare.plan import check_record, hold, read_plan
+from llava.compare.planned import Planned, best_points
 from llava.compare.record import FILE, add_run, differing, read_record, shared_configuration, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run
-from llava.compare.tables import (
-    UNDECIDED,
-    WITHIN,
-    Statistics,
-    differences_table,
-    verdict,
-)
+from llava.compare.tables import UNDECIDED, WITHIN, Statistics, differences_table, verdict
 from llava.eval.paired import IMPROVED, compare_seeds, confidence_of
 from llava.eval.results import Answered, Results, TaskResult
 from llava.utils.intervals import student_cdf, student_quantile
@@ -34,6 +36,9 @@ DATA = ROOT / "docs/data"
 PLAN = DATA / "study-plan.json"
 STUDIES = {"study-plan": "study-runs", "study-exploratory": "study-exploratory-runs"}
 TASKS = ("binding", "color", "count", "position", "shape")
+ARMS, SEEDS, TRIED, BEST = ["none", "layernorm"], [101, 102, 103], 301, {"none": 2e-3, "layernorm": 5e-4}
+POINTS = [{"pretrain": {"LEARNING_RATE": rate}, "finetune": {"PROJECTOR_LR": rate}} for rate in (2e-3, 5e-4)]
+POINTS.append({"pretrain": {}, "finetune": {"PROJECTOR_LR": 0.5, "MAX_GRAD_NORM": 0}})
 
 
 @pytest.fixture
@@ -88,10 +93,8 @@ def test_half_a_seed_and_damaged_records_are_refused(plan_with, tmp_path):
     del record["runs"][1]
     with pytest.raises(ValueError, match=f"seed {plan.seeds[0]} has runs of"):
         check_record(plan, record, tmp_path)
-    for content, message in (("{}", "not a record of runs"), ("{", "not JSON"), (None, "no such file")):
-        (tmp_path / FILE).unlink(missing_ok=True)
-        if content:
-            (tmp_path / FILE).write_text(content)
+    for content, message in (('{"format": 1, "runs": []}', "not a record of runs"), ("{", "not JSON")):
+        (tmp_path / FILE).write_text(content)
         with pytest.raises(ValueError, match=message):
             read_record(tmp_path)
 
@@ -236,16 +239,6 @@ def test_comparisons_are_of_the_plans_tasks_and_only_the_primary_ones_decide(pla
     assert Statistics(record, plan).results["clip"]["mean"] == overall["clip"] | {"won": ANY, "lost": ANY}
 
 
-@pytest.mark.slow
-def test_nothing_is_compared_before_the_last_seed(plan_with, tmp_path):
-    plan = plan_with(seeds=[101, 102, 103])
-    record = simulated(plan)
-    with pytest.raises(ValueError, match=r"seeds \[102, 103\] are missing; nothing is compared"):
-        write_page(record | {"runs": record["runs"][: len(plan.arms)]}, tmp_path, plan)
-    write_page(record, tmp_path, plan)
-    assert "## Differences" in (page := (tmp_path / "report.md").read_text()) and "97.5 % interval" in page
-
-
 def test_an_exploratory_study_decides_nothing(plan_with):
     plan = plan_with(primary=[], seeds=[1, 2, 3])
     stats = Statistics(simulated(plan), plan)
@@ -338,3 +331,183 @@ def test_a_studys_results_follow_from_its_record_and_its_page_states_them(name):
                 assert ends == pytest.approx(expected)
                 expected = ends  # what is exactly between two tenths is rounded as these are
             assert stated[arm, unit] == [f"{value:+.{1 if unit == 'points' else 3}f}" for value in expected]
+
+
+# --- by the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan of two arms and three seeds."""
+    content = {"preset": "demo", "arms": ARMS, "primary": ["layernorm"], "seeds": SEEDS, "margin": 3}
+    content |= {"trials": [{"seed": 7}], "tasks": ["color", "count"]}
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content | {"steps": {"pretrain": 4, "finetune": 6}}))
+    return file
+
+
+def trained(calls):
+    return [line for line in calls if line.startswith("train")]
+
+
+@pytest.mark.slow
+def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_last_seed(plan, tmp_path):
+    right = json.dumps({"none": 0.4, "layernorm": 0.8})
+    study = Caller(tmp_path, "run", EVAL_DATA_PATH=tmp_path / "data.json", EVAL_IMAGE_FOLDER=tmp_path, RIGHT=right)
+    record, page = study.out / "record.json", study.out / "report.md"
+
+    def stopped_at(line, sent):
+        calls, *_, family = study.signalled(line, sent, "--plan", plan, HANGS=line, LOCK_SECONDS=20)
+        kill(family)
+        return calls
+
+    first = stopped_at("train 102 layernorm finetune", signal.SIGTERM)
+    assert "train 101 none pretrain" in first
+    study.seen()
+    second = stopped_at("train 103 none finetune", signal.SIGKILL)
+    assert "train 102 layernorm pretrain" not in second and not set(trained(first)[:2]) & set(second)
+    recorded = {entry["seed"] for entry in json.loads(record.read_text())["runs"]}
+    assert 101 in recorded and 103 not in recorded and not page.exists()
+    with pytest.raises(ValueError, match="are missing; nothing is compared before the last one"):
+        write_page(read_record(record), tmp_path, read_plan(plan))
+    study.seen()
+
+    kept = tmp_path / "kept.json"  # the machine is lost: what is recorded is not trained again
+    shutil.copy(record, kept)
+    shutil.rmtree(study.out)
+    study.out.mkdir()
+    shutil.copy(kept, record)
+    done = study("--plan", plan, LOCK_SECONDS=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {int(line.split()[1]) for line in trained(study.seen())} == set(SEEDS) - recorded
+    content = json.loads(record.read_text())
+    assert [(run["seed"], run["arm"]) for run in content["runs"]] == [(s, arm) for s in SEEDS for arm in ARMS]
+    assert all(len(run["log_probabilities"]["count"]) == 100 for run in content["runs"])
+    assert re.search(r"layernorm minus none, mean of 2: \+\d.* interval.*: improved", page.read_text())
+    before = record.read_text()
+    assert study("--plan", plan).returncode == 0 and record.read_text() == before and not study.seen()
+
+    again = tmp_path / "again"
+    assert study("--plan", plan, "--output-dir", again, RIGHT='{"none": 0.4, "layernorm": 0.7}').returncode == 0
+    assert main(["report", str(study.out), "--against", str(again)]) == 2
+    plan.write_text(plan.read_text().replace('"margin": 3', '"margin": 4'))
+    changed = study("--plan", plan)
+    assert changed.returncode == 2 and "may not change after its first run" in changed.stderr
+    refused = study("--plan", plan, "--arms", "none,clip")
+    assert refused.returncode == 2 and "--arms: the plan" in refused.stderr
+
+
+def test_what_the_plan_decides_is_refused_before_anything_is_made(plan, tmp_path, capsys, monkeypatch):
+    words = ["run", "--plan", str(plan), "--output-dir", str(tmp_path / "out")]
+    for flags in (["--preset", "demo"], ["--seeds", "1,2,3"], ["--tasks", "scenes"]):
+        assert main([*words, *flags]) == 2
+        assert f"{flags[0]}: the plan" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.setenv("MAX_STEPS", "3")
+    assert main(words) == 2
+    assert "MAX_STEPS=3: the plan" in capsys.readouterr().err
+
+
+# --- a tuning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with pictures, whose validation records say each arm's best rate, and a stub for all that is called."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
+    python.chmod(0o755)
+    env = inputs_in(tmp_path) | {"LLAVA_PYTHON": python, "CALLS": tmp_path / "calls", "BF16": "False", "NUM_GPUS": 0}
+    for name, value in (env | {"OMP_NUM_THREADS": 1, "DIVERGES": 0.5}).items():
+        monkeypatch.setenv(name, str(value))
+    pictures = tmp_path / "pictures"
+    (pictures / "images").mkdir(parents=True)
+    (pictures / "heldout.json").write_text("[]")
+    (pictures / "validation.json").write_text(json.dumps(BEST))
+    monkeypatch.setattr(Planned, "pictures", pictures)
+    return tmp_path
+
+
+def planned(folder, name="tuning", **changes):
+    """A plan's file."""
+    content = {"preset": "demo", "arms": ARMS, "primary": [], "seeds": [TRIED], "margin": 3, "tasks": ["color"]}
+    content |= {"steps": {"pretrain": 4, "finetune": 6}, "pictures": {"num_validation": 4}}
+    (folder / f"{name}.json").write_text(json.dumps(content | changes))
+    return folder / f"{name}.json"
+
+
+def tuned(folder, to):
+    """The record of a tuning into the folder `to`."""
+    plan = folder / "tuning.json"
+    plan = plan if plan.exists() else planned(folder, points=POINTS)
+    assert main(["run", "--plan", str(plan), "--output-dir", str(folder / to)]) == 0
+    return json.loads((folder / to / "record.json").read_text())
+
+
+@pytest.mark.slow
+def test_each_arm_gets_its_own_rates_whatever_the_questions_are_and_the_study_is_trained_at_them(folder, monkeypatch):
+    calls = new_lines(folder / "calls")
+    record = tuned(folder, "out")
+    assert record["choice"] == {"none": POINTS[0], "layernorm": POINTS[1]}
+    assert [result["loss"] is None for result in record["results"]].count(True) == len(ARMS)
+    assert not any(line.startswith("answer") for line in calls())
+
+    # A second sitting, beside other questions: what is recorded is not trained again, and the choice is the same.
+    (folder / "pictures/heldout.json").write_text(json.dumps([{"id": "other"}]))
+    half = {name: part for name, part in record.items() if name != "choice"} | {"results": record["results"][:1]}
+    (folder / "again").mkdir()
+    (folder / "again/record.json").write_text(json.dumps(half))
+    again = tuned(folder, "again")
+    assert ("train 301 none pretrain" in calls()) and again["results"][0] == record["results"][0]
+
+    def losses(content):
+        return {(result["arm"], result["point"]): result["loss"] for result in content["results"]}
+
+    assert losses(again) == losses(record) and again["choice"] == record["choice"]
+    (folder / "pictures/validation.json").write_text(json.dumps({"none": 5e-4, "layernorm": 2e-3}))
+    assert tuned(folder, "swapped")["choice"] == {"none": POINTS[1], "layernorm": POINTS[0]}
+
+    shutil.copy(folder / "out/record.json", folder / "chosen.json")
+    monkeypatch.setenv("RIGHT", json.dumps({"none": 0.4, "layernorm": 0.8}))
+    final = {"seeds": [1, 2, 3], "primary": ["layernorm"], "pilot": "chosen.json", "controls": ["untouched"]}
+    with pytest.raises(ValueError, match=r"seeds \[301\] were seen"):
+        read_plan(planned(folder, "seen", **final | {"seeds": [1, 2, TRIED]}, settings=record["choice"]))
+    with pytest.raises(ValueError, match="the tuning chosen.json chose"):
+        read_plan(planned(folder, "other", **final, settings={"none": POINTS[1]}))
+    plan = planned(folder, "final", **final, settings=record["choice"])
+    assert main(["run", "--plan", str(plan), "--output-dir", str(folder / "final")]) == 0
+    runs = json.loads((folder / "final/record.json").read_text())["runs"]
+    rate = "finetune.training.mm_projector_lr"
+    assert {(run["arm"], run["own"][rate]) for run in runs} == {("none", "0.002"), ("layernorm", "0.0005")}
+    page = (folder / "final/report.md").read_text()
+    assert "improved" in page and "its own rates" in page and "one set of learning rates" not in page
+
+
+def test_a_point_counts_by_its_mean_over_the_seeds_and_not_at_all_where_a_training_was_given_up():
+    tried = [("none", 0, 1.0), ("none", 0, 2.0), ("none", 1, 0.1), ("none", 1, None), ("none", 2, 1.6)]
+    results = [{"arm": arm, "point": point, "loss": loss} for arm, point, loss in tried]
+    assert best_points({"points": POINTS, "results": results}) == {"none": 0}
+    results.append({"arm": "clip", "point": 0, "loss": None})
+    with pytest.raises(ValueError, match="no point trains clip"):
+        best_points({"points": POINTS[:1], "results": results[-1:]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"none": {"finetune": {"GLOBAL_BATCH": 4}}}}, "expected, by stage, values of LEARNING_RATE"),
+        ({"settings": {"clip": {}}}, "for the plan's arms"),
+        ({"points": [{"finetuning": {}}]}, "expected, by stage"),
+    ],
+)
+def test_settings_may_hold_rates_of_the_plans_arms_alone(folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_plan(planned(folder, **{"seeds": [1, 2, 3]} | changes))
+
+
+@pytest.mark.parametrize(("variable", "changes"), [("EVAL_DATA_PATH", {}), ("", {"pictures": {}})])
+def test_a_tuning_decides_its_held_out_records(folder, monkeypatch, capsys, variable, changes):
+    if variable:
+        monkeypatch.setenv(variable, str(folder / "pictures/heldout.json"))
+    plan = planned(folder, **{"points": POINTS} | changes)
+    assert main(["run", "--plan", str(plan), "--output-dir", str(folder / "out")]) == 2
+    assert (variable or "num_validation") in capsys.readouterr().err
