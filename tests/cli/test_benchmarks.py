@@ -1,53 +1,16 @@
-"""What the benchmarks share, and that each of them runs on inputs of a few records."""
+"""What the benchmarks share, and their page."""
 
 import argparse
 import csv
 import json
 
-import numpy as np
 import pytest
 
-from benchmarks import common, page, scale, scaling, startup, vs_peers
+from benchmarks import common, page, scale, vs_peers
 from benchmarks.peers import recording
 from llava.train.memory import estimate_memory
 
-
-def test_a_result_says_machine_versions_and_commit(tmp_path):
-    path = common.write_result("speed", [{"arm": "a", "seconds": 1.5}], folder=tmp_path, flags={"quick": True})
-    result = json.loads(path.read_text())
-    assert result["rows"] == [{"arm": "a", "seconds": 1.5}] and result["flags"] == {"quick": True}
-    assert set(result["environment"]) == {"machine", "threads", "versions", "commit"}
-    assert result["environment"]["versions"]["torch"] and result["environment"]["machine"]["cores"] >= 1
-
-
-# --- scaling ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_recipes_fill_their_micro_batches_and_a_window_keeps_ranks_even(monkeypatch):
-    monkeypatch.setattr(scaling, "RANKS", (8, 64))
-    signed = scaling.lengths_with_images(scaling.lengths_779k(np.random.default_rng(0)))
-    rows = list(scaling.rank_rows(signed, steps=150))
-    recipes = [row for row in rows if row["recipe"]]
-    assert len(recipes) == 4 and all(row["slowest_over_mean"] <= 1.05 for row in recipes)
-    assert all(row["fill"] >= 0.9 for row in recipes if row["ranks"] == 8)
-    wide = [row for row in rows if row["ranks"] == 64]
-    assert all(row["micro_batches_per_step"] == 1 for row in wide)  # two samples: fill has no room
-    assert all((row["slowest_over_mean"] < 1.1) == (row["length_group_window"] == 16) for row in wide)
-
-
 # --- peers ------------------------------------------------------------------------------------------------------------
-
-
-def test_grouped_batches_have_every_sample_once_and_less_padding():
-    tokens = np.random.default_rng(0).integers(8, 700, 160).tolist()
-    order = vs_peers.grouped(tokens, 16)
-    assert sorted(order) == list(range(160))
-
-    def padded(order):
-        return sum(16 * max(tokens[i] for i in order[start : start + 16]) for start in range(0, 160, 16))
-
-    assert padded(order) < 0.7 * padded(list(range(160)))
 
 
 def test_a_tool_whose_first_loss_differs_has_no_speed():
@@ -60,20 +23,6 @@ def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():
     by_targets = [(3.0 * 2 / 8, 2, True), (1.0 * 6 / 8, 6, True)]  # means of 3 and 1 over 2 and 6 targets
     by_micro_batches = [(3.0 / 2, 2, False), (1.0 / 2, 6, False)]
     assert recording.step_loss(by_targets) == recording.step_loss(by_micro_batches) == 1.5
-
-
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("llava.mm_utils.load_tokenizer", lambda *_, **__: tokenizer)
-    common.write_photo(tmp_path / "photo.jpg", 64, 64)
-    common.write_records(tmp_path / "a.json", common.conversation_records(160, "photo.jpg", text_only=0.3))
-    result = startup.started(tmp_path / "a.json", "", workers=1)
-    assert result["first_batch_s"] > 0 and result["all_pss_mib"] > 0
-    (counts,) = map(np.load, (tmp_path / ".llava_cache").glob("*.counts.npy"))
-    assert len(counts) == 160
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are what the code prints."""
+"""The pages are true: links lead somewhere, commands and flags exist."""
 
 import contextlib
 import io
@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from messages import is_printed
 from paths import ROOT
 
 from llava.launch.recipe import resolved_run
@@ -214,13 +213,3 @@ def script_faults(script: str, variables: list[str], words: list[str], helps: di
 def unknown_flags(words: list[str], known: str) -> list[str]:
     flags = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
     return [f"{flag} is unknown" for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", known)]
-
-
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-ROWS = re.findall(r"^\| (`.*?) \| ", PAGES["docs/troubleshooting.md"], re.MULTILINE)
-QUOTED = [text for row in ROWS for text in re.findall(r"^`([^`]{20,})`$", row)]
-
-
-def test_every_quoted_message_is_one_that_the_code_prints():
-    assert len(QUOTED) > 10 and [message for message in QUOTED if not is_printed(message)] == []

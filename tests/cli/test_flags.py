@@ -37,7 +37,6 @@ def test_the_command_line_is_frozen(owner):
         (["--learning_rat", "1"], "error: unrecognized arguments: --learning_rat 1 (--help"),
         (["--learning_rate", "abc"], "argument --learning_rate/--learning-rate: invalid float value: 'abc'"),
         (["--save_strategy", "best"], "argument --save_strategy/--save-strategy: invalid choice: 'best'"),
-        (["--prediction_loss_only", "True"], "--prediction_loss_only True: this trainer does not take the flag"),
         (["--no_dataloader_in_order"], "--dataloader_in_order False: this trainer does not take the flag"),
     ],
 )

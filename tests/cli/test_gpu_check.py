@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,8 +14,7 @@ from paths import ROOT
 from warm_python import warm_python
 
 from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
-from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PartRun
-from llava.utils.processes import descendants
+from benchmarks.gpu_parts import FAILED, MEASURED, PartRun
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -41,25 +39,6 @@ def test_a_step_is_measured_and_its_arms_agree(monkeypatch, tmp_path):
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
 
 
-@pytest.mark.slow
-def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, capsys):
-    backward = train_step.Bench.backward
-
-    def backward_without_eager(bench, pieces):
-        if bench.model.config._attn_implementation == "eager":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee documentation")
-        loss = backward(bench, pieces)
-        return loss + 1 if bench.model.config._attn_implementation == "sdpa" else loss
-
-    monkeypatch.setattr(train_step.Bench, "backward", backward_without_eager)
-    status, rows = step_rows(monkeypatch, tmp_path, "packed", "packed_eager", "packed_sdpa", "no_norm")
-    assert status == 1
-    assert rows["packed_eager"]["failed"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert "expected" in rows["packed_sdpa"]["failed"]
-    assert rows["packed"]["seconds"] > 0 and rows["no_norm"]["seconds"] > 0
-    assert "error: stage 2 packed_eager: OutOfMemoryError" in capsys.readouterr().err
-
-
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -80,26 +59,6 @@ def environment() -> dict[str, str]:
 def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subprocess.CompletedProcess:
     command = ["bash", "benchmarks/gpu_check.sh", *["--cpu"] * cpu, *map(str, words)]
     return subprocess.run(command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
-    words = ["--cpu", "--parts", "demo", "--output-dir", str(tmp_path)]
-    command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", *words]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert "runs" in process.stdout.readline()
-    busy = gpu_check_sh(*words[1:])
-    assert busy.returncode == 2 and f"another gpu_check runs in {tmp_path}" in busy.stderr
-    started = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in error
-    gone, left = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
-    assert started and not left, gone
-    assert not (tmp_path / "gpu_demo.json").exists() and not (tmp_path / "work/demo").exists()
 
 
 def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path):
@@ -181,42 +140,6 @@ def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypat
             assert text in capsys.readouterr().out
     assert {path.stem for path in tmp_path.glob("gpu_*")} == {f"gpu_{name}" for name in gpu_parts.PARTS}
     assert all(50 < limit < 600 for limit in limits)
-
-
-def test_the_plan_has_every_part_with_its_seconds(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--plan"])
-    assert gpu_check.main() == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert [line.split()[1] for line in lines] == list(gpu_parts.PARTS)
-    assert int(lines[-1].split(" | ")[2]) == sum(part.seconds for part in gpu_parts.PARTS.values())
-
-
-# --- tables and logs --------------------------------------------------------------------------------------------------
-
-
-def test_the_table_has_every_state_and_the_targets(tmp_path):
-    rows = [{"stage": stage, "layers": "all", "estimate_error": 0.02 * stage} for stage in (1, 2)]
-    PartRun("zero3_3b", tmp_path, False, rows=rows).write(MEASURED, "", 90)
-    PartRun("zero2_3b", tmp_path, False, rows=rows[:1]).write(FAILED, "it took longer than 600 s (--limit)", 600)
-    arms = [
-        {"stage": 1, "arm": "packed", "mfu": 0.41, "syncs": 0},
-        {"stage": 1, "arm": "liger_compiled_tower", "mfu": 0.52, "syncs": 0},
-        {"stage": 2, "arm": "liger_compiled_tower", "mfu": 0.42, "syncs": 1},
-    ]
-    PartRun("step_3b", tmp_path, False, rows=arms).write(MEASURED, "", 60)
-    failed = [{"stage": 2, "arm": "packed", "failed": "out of memory"}]
-    reason = "train_step ended with 1: error: stage 2\npacked"
-    PartRun("arms_3b", tmp_path, False, rows=failed).write(FAILED, reason, 3)
-    PartRun("tests", tmp_path, False).write(NOT_RUN, "pytest is not installed", 0)
-    PartRun("demo", tmp_path, cpu=True).write(MEASURED, "", 5)  # of a CPU, so not what the GPU's table wants
-    page = gpu_check.summary(tmp_path, cpu=False)
-    assert "| measured | 90" in page and "| failed: train_step ended with 1: error: stage 2 packed | 3" in page
-    assert "| open, pytest is not installed: `bash benchmarks/gpu_check.sh --parts tests` |" in page
-    assert "the demo as it is: both stages, resume and answers | open: `bash" in page
-    assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page and "stage 2, MFU | >= 0.5 | 0.42 | **missed** |" in page
-    assert "stage 1, waits of the host in a micro-batch | <= 0 | 0 | met |" in page
-    assert "3B shapes, ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page
-    assert "3B shapes, ZeRO-2, memory estimate off by | <= 0.1 | not measured | open |" in page  # stage 1 alone
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from paths import ROOT
 
-from benchmarks import common, gpu_wheels
-from llava.utils import versions
+from benchmarks import gpu_wheels
 
 # What every supported release of PyTorch and transformers requires. Newer releases require more (pydantic), so that the
 # requirements of the releases that are installed here do not say what the other machine has.
@@ -35,22 +34,6 @@ def test_the_list_is_all_that_this_tree_and_deepspeed_require_beyond_pytorch(pyt
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = [Requirement(line).name for line in project["dependencies"]]
     assert closure([*ours, "deepspeed", "liger-kernel", "pytest"], python, BARE) == set(gpu_wheels.NEEDED)
-
-
-def test_a_copy_without_git_has_the_commit_noted_beside_its_wheels(monkeypatch, tmp_path):
-    source = tmp_path / "tree/llava/model.py"
-    source.parent.mkdir(parents=True)
-    source.write_text("a = 1\n")
-    monkeypatch.setattr(versions, "CODE", tmp_path / "tree")
-    monkeypatch.setattr(common, "git_commit", lambda ignored: "8c1f+changes")
-    (tmp_path / "1").mkdir()
-    common.write_commit(tmp_path / "1")
-    monkeypatch.setattr(common, "git_commit", lambda ignored: None)
-    assert common.commit() is None
-    monkeypatch.setenv("WHEELS", str(tmp_path))
-    assert common.environment()["commit"] == "8c1f+changes"
-    source.write_text("a = 2\n")
-    assert common.commit() is None
 
 
 def test_a_large_wheel_travels_in_pieces_and_is_installed_when_all_have_come(monkeypatch, tmp_path):

@@ -55,11 +55,3 @@ def test_gpus_that_this_machine_lacks_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert evaluate.main(["x", "--num-gpus", "99"]) == 2
     assert "--num-gpus 99: this machine has 2; expected 0 (CPU) to 2" in capsys.readouterr().err
-
-
-def test_an_argument_of_a_script_that_takes_none_is_refused_first(tmp_path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    before = sorted(tmp_path.rglob("*"))
-    run = bash("../setup.sh", "--epochs", cwd=tmp_path / "scripts/presets")
-    assert run.returncode == 2 and "--epochs" in run.stderr and len(run.stderr.splitlines()) == 1
-    assert sorted(tmp_path.rglob("*")) == before

@@ -13,7 +13,7 @@ from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal, parse_flags
 from llava.launch.supervise import Supervisor
-from llava.utils.machine import cpu_quota, processor
+from llava.utils.machine import cpu_quota
 from llava.utils.provenance import COMPLETE
 
 CPU = {"NUM_GPUS": "0"}
@@ -110,21 +110,6 @@ def test_cpu_quota_of_the_control_group(tmp_path):
     assert cpu_quota(file) == 1.5
     file.write_text("max 100000\n")
     assert cpu_quota(file) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ("fpu avx2", "AMD EPYC with AVX2"),
-        ("avx2 avx512f avx512_bf16 amx_bf16", "AMD EPYC with AMX bf16"),
-        ("fpu", "AMD EPYC"),
-    ],
-)
-def test_a_processor_is_named_with_its_instructions(tmp_path, flags, name):
-    core = f"processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\n\n"
-    (tmp_path / "cpuinfo").write_text(2 * core)
-    assert processor(tmp_path / "cpuinfo") == name
-    assert processor(tmp_path / "missing")
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------
@@ -238,24 +223,10 @@ def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("installed", "variables"),
-    [
-        (
-            ["jemalloc", "mimalloc"],
-            {"LD_PRELOAD": "libmimalloc.so.4", "MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
-        ),
-    ],
-)
-def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, installed, variables):
-    find_library = "llava.launch.command.find_library"
-    monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
-    wheel = "libmimalloc.so.4" if "mimalloc" in installed else None
-    monkeypatch.setattr("llava.launch.command.wheels_mimalloc", lambda python: wheel)
-    assert preloads({}) == variables
-    assert preloads({"LD_PRELOAD": ""}) == {}
-    chosen = preloads({"MALLOC_CONF": "narenas:1"})
-    assert "MALLOC_CONF" not in chosen
+def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch):
+    monkeypatch.setattr("llava.launch.command.wheels_mimalloc", lambda python: "libmimalloc.so.4")
+    chosen = {"LD_PRELOAD": "libmimalloc.so.4", "MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"}
+    assert preloads({}) == chosen and preloads({"LD_PRELOAD": ""}) == {}
 
 
 @pytest.mark.parametrize(("written", "code"), [(True, 0), (False, 85)])

@@ -71,13 +71,3 @@ def test_a_killed_holders_lock_is_free_although_its_forked_worker_lives(tmp_path
         holder.kill()
         os.kill(worker, signal.SIGKILL)
         holder.stdout.close()
-
-
-def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, capfd):
-    def no_locks(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    with training_lock(tmp_path):
-        pass
-    assert "its file system has no locks" in capfd.readouterr().err

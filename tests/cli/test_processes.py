@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from llava.utils.processes import (
-    descendants,
     end,
     is_running,
     last_lines,
@@ -18,7 +17,6 @@ from llava.utils.processes import (
 )
 
 SAVES = "trap 'echo saved; exit 7' TERM; echo ready; while true; do sleep 0.05; done"
-STUBBORN = "trap '' TERM INT; setsid sleep 60 & echo $!; while true; do sleep 0.05; done"
 
 
 def shell(script: str, log: Path, **options: object) -> subprocess.Popen:
@@ -63,19 +61,6 @@ def test_a_group_is_asked_where_the_leader_passes_nothing_on(tmp_path):
     child = int(last_lines(tmp_path / "log", 1)[0])
     end([process], group=True)
     assert process.returncode == -signal.SIGTERM and gone(child)
-
-
-def test_a_second_interruption_kills_even_detached_descendants(tmp_path):
-    process = shell(STUBBORN, tmp_path / "log")
-    child = int(last_lines(tmp_path / "log", 1)[0])
-    assert child in descendants(os.getpid()) and is_running(child)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        end([process])
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert process.returncode == -signal.SIGKILL and gone(child)
 
 
 def gone(pid: int) -> bool:

@@ -55,15 +55,6 @@ def test_a_node_that_fails_ends_the_job_at_once_and_it_is_not_requeued(job, fail
     assert not run.state.exists()
 
 
-@pytest.mark.slow
-def test_what_an_earlier_start_left_behind_does_not_requeue_a_failed_one(job):
-    run = job("saves", "saves", SIGNAL="SIGUSR1")
-    assert run.requeued
-    run.state.mkdir()
-    (run.state / "saved").touch()
-    assert not job("hangs", "fails", KILL_WAIT=1).requeued
-
-
 def test_a_run_that_ends_is_not_requeued_and_its_tasks_are_torchruns_with_one_meeting_point(job, tmp_path):
     run = job("ends", "ends", MASTER_ADDR="")
     assert run.returncode == 0 and not run.requeued and not run.state.exists()

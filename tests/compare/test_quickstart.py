@@ -6,15 +6,12 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from comparison_runs import Caller, write_run
-from paths import ROOT
 from PIL import Image
 from study_stub import KINDS
 
@@ -123,13 +120,6 @@ def test_a_failed_step_names_its_log_and_ends_the_other_lane(tmp_path):
     assert first.startswith("it failed with status 3: ")
     assert rest == ["  | no such flag", f"its log: {tmp_path}/b.log", "rerun the same command to resume"]
     assert (tmp_path / "told").exists() and not (tmp_path / "c.log").exists()
-
-
-def test_the_command_line_starts_without_loading_models_or_figures():
-    code = "import sys; from llava.compare import __main__, answers, quickstart, report, run\n"
-    code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
