@@ -26,6 +26,7 @@ from llava.utils.locks import locked
 from llava.utils.machine import available_cores
 
 DEMO = "demo"
+EXTRAS = "train,playground,eval,analysis"  # of the environment of comparisons
 WHOLE_RUNS = dict.fromkeys(OF_ONE_STAGE, "")
 """Variables of every run of an experiment."""
 _ARMS = "--arms sets it, as in layernorm@4x, layernorm-fixed or pre_layernorm_mlp2x_gelu"

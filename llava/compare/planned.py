@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llava.compare.answers import held_out
+from llava.compare.engine import EXTRAS, Experiment
 from llava.compare.plan import RATES, Plan, Settings, check_digest, check_record, hold, read_plan
 from llava.compare.record import (
     BF16,
@@ -31,7 +32,6 @@ from llava.compare.record import (
     write_record,
 )
 from llava.compare.report import write_page
-from llava.compare.run import Comparison
 from llava.compare.runs import Run, changed
 from llava.compare.steps import Step, StepError, runs_at_once
 from llava.eval.results import Results, read_results
@@ -53,8 +53,8 @@ DIVERGED = "NonFiniteError"  # in the log of a training that the trainer gave up
 
 
 @dataclass
-class Planned(Comparison):
-    """A comparison by a written plan: its runs train in parallel, and answer held-out questions, also under controls.
+class Planned(Experiment):
+    """A study by a written plan: its runs train in parallel, and answer held-out questions, also under controls.
 
     Attributes:
         plan: what is trained.
@@ -290,6 +290,7 @@ def planned_of(args: argparse.Namespace) -> Planned:
     for name in ("MAX_STEPS", *(EVALUATED if plan.points else ())):
         if os.environ.get(name):
             raise ValueError(f"{name}={os.environ[name]}: the plan {plan.file} decides it; leave it out")
+    os.environ.setdefault("EXTRAS", EXTRAS)
     os.environ.setdefault("REPORT_TO", "none")
     folder = (args.output_dir or Path("outputs") / plan.file.stem).resolve()
     return (Tuning if plan.points else Planned)(plan.preset, plan.arms, plan.seeds, folder, plan=plan)

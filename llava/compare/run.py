@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llava.compare.arms import parse_arms, parse_seeds
-from llava.compare.engine import Experiment
+from llava.compare.engine import EXTRAS, Experiment
+from llava.compare.planned import planned_of
 from llava.compare.record import FILE, add_runs, new_record, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run, check_results
@@ -42,7 +43,7 @@ class Comparison(Experiment):
     def set_defaults(self) -> None:
         """Sets what the caller's variables leave open: the demo's tasks, packages and the tracker."""
         self.tasks = self.tasks or os.environ.get("TASKS") or ("scenes" if self.demo else "")
-        os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+        os.environ.setdefault("EXTRAS", EXTRAS)
         os.environ.setdefault("REPORT_TO", "tensorboard")
 
     def data_settings(self, stage: str) -> dict[str, str]:
@@ -125,11 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command `run`."""
-    from llava.compare.planned import planned_of
-
-    comparison = planned_of(args) if args.plan else comparison_of(args)
-    comparison.set_defaults()
-    comparison.run()
+    experiment = planned_of(args) if args.plan else comparison_of(args)
+    experiment.run()
 
 
 def comparison_of(args: argparse.Namespace) -> Comparison:
@@ -142,6 +140,7 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     arms, seeds = parse_arms(args.arms or ARMS), parse_seeds(args.seeds or "1")
     folder = args.output_dir or Path("outputs") / f"compare-{preset}"
     comparison = Comparison(preset, arms, seeds, folder, tasks=args.tasks or "")
+    comparison.set_defaults()
     if args.questions:
         from llava.eval.score import check_questions  # takes a second
 
