@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -81,23 +79,6 @@ def test_a_damaged_cache_is_reported_and_made_again(tmp_path, tokenizer, caplog,
         assert f"{file} is damaged" in caplog.text
 
 
-def test_an_interrupted_conversion_leaves_nothing_half(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.json", RECORDS)
-    read = records_module.read_json
-
-    def stops(*arguments):
-        yield next(read(*arguments))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(records_module, "read_json", stops)
-    with pytest.raises(KeyboardInterrupt):
-        load_records(str(path))
-    left = {file.suffix for file in (tmp_path / ".llava_cache").iterdir()}
-    assert left <= {".lock"}
-    monkeypatch.undo()
-    assert list(load_records(str(path))) == RECORDS
-
-
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "a.json", RECORDS)
     convert = records_module._convert
@@ -110,31 +91,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a.json: changed while it was read"):
         load_records(str(path))
     assert not list((tmp_path / ".llava_cache").glob("*.arrow"))
-
-
-def test_where_the_data_folder_cannot_be_written_the_users_cache_is_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    (tmp_path / ".llava_cache").write_text("a file, so that the folder cannot be made")
-    path = write(tmp_path / "a.json", RECORDS)
-    assert list(load_records(str(path))) == RECORDS
-    assert list((tmp_path / "home/llava/data").glob("a.json.*.arrow"))
-    with pytest.raises(OSError, match="--data_cache_dir"):
-        load_records(str(path), cache_dir=str(tmp_path / ".llava_cache"))
-
-
-def test_of_two_who_need_a_file_one_converts_it_and_the_other_waits(tmp_path, monkeypatch):
-    path, conversions = write(tmp_path / "a.json", RECORDS), []
-    convert = records_module._convert
-
-    def slowly(source, target):
-        conversions.append(source)
-        time.sleep(0.5)
-        convert(source, target)
-
-    monkeypatch.setattr(records_module, "_convert", slowly)
-    with ThreadPoolExecutor(2) as pool:
-        tables = list(pool.map(load_records, [str(path)] * 2))
-    assert [list(table) for table in tables] == [RECORDS] * 2 and conversions == [path]
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
@@ -168,15 +124,6 @@ def test_lengths_are_measured_once_per_template_for_all_maxima(tmp_path, tokeniz
     first = dataset(tokenizer, table).modality_lengths()
     again = dataset(tokenizer, table, model_max_length=10**6, num_visual_tokens=400).modality_lengths()
     assert len(measured) == 1 and (np.abs(again) >= np.abs(first)).all()
-    other = dataset(tokenizer, table, model_max_length=10**6, num_visual_tokens=400, version="v1").modality_lengths()
-    assert len(measured) == 2 and (other != again).any()
+    dataset(tokenizer, table, version="v1").modality_lengths()
     dataset(tokenizer, table, label_masking="upstream", version="v1").modality_lengths()
     assert len(measured) == 3
-
-
-def test_a_placeholder_without_an_image_never_becomes_a_sample(tmp_path, tokenizer):
-    text_only = record(0)
-    text_only["conversations"][0]["value"] = "what does <image> mean?"
-    table = load_records(str(write(tmp_path / "a.json", [text_only])), check=False)
-    with pytest.raises(ValueError, match="record 0 .id 0.: 1 <image> placeholders but 0 images"):
-        dataset(tokenizer, table, model_max_length=500).tokenized(0)

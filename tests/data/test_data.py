@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from pairwise import pairwise
 from training import flags
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -42,10 +41,8 @@ def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "{", "record 0: line 1, column 2: not valid JSON: Expecting property name"),
         ("a.json", "[]", "holds no records"),
         ("a.json", '[\n {"id": 1},\n]', "line 3, column 1: not valid JSON: Expecting value"),
-        ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: not valid JSON: Extra data"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: Expecting property name"),
     ],
 )
@@ -55,54 +52,34 @@ def test_unreadable_file_is_named(tmp_path, name, content, message):
         load_records(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("layout", "name", "encoding"),
-    pairwise(["list", "indented list", "lines of Windows", "one line"], ["a.json", "a.jsonl"], ["utf-8", "utf-8-sig"]),
-)
-def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, layout, name, encoding):
-    records = [
-        {"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(1 if "one" in layout else 3)
-    ]
-    lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    end = "\r\n" if "Windows" in layout else "\n"
-    text = json.dumps(records, indent=1 if "indented" in layout else None) if "list" in layout else end.join(lines)
-    (tmp_path / name).write_text(text, encoding=encoding, newline="")
-    assert list(load_records(str(tmp_path / name))) == records
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, name):
+    records = [{"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(3)]
+    lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    for text, encoding in ((lines, "utf-8-sig"), (json.dumps(records, indent=1), "utf-8")):
+        (tmp_path / name).write_text(text, encoding=encoding, newline="")
+        assert list(load_records(str(tmp_path / name))) == records
 
 
-def write_folder(folder, names):
-    """A file of one record for each name; the record's id is the name."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        record = {"id": name, "conversations": turns("?")}
-        (folder / name).write_text(json.dumps([record] if name.endswith(".json") else record) + "\n")
+def test_a_folder_stands_for_every_file_below_it_and_nothing_there_is_passed_over(tmp_path):
+    def write(*names):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(json.dumps({"id": name, "conversations": turns("?")}) + "\n")
 
-
-def test_a_folder_stands_for_every_file_below_it_sorted_by_path(tmp_path):
-    names = ["b.json", "a/2.jsonl", "a/1.json", "c/d/e.jsonl"]
-    write_folder(tmp_path / "data", [*names, ".hidden.json", ".hidden/x.json", "dataset_info.json"])
-    write_folder(tmp_path / "else", ["z.json"])
-    (tmp_path / "data/c/linked").symlink_to(tmp_path / "else")
-    (tmp_path / "data/c/up").symlink_to(tmp_path / "data")
-    (tmp_path / "data/images").mkdir()
-    (tmp_path / "data/images/a.png").write_bytes(b"")
-    found = [record["id"] for record in load_records(str(tmp_path / "data"))]
-    assert found == ["a/1.json", "a/2.jsonl", "b.json", "c/d/e.jsonl", "z.json"]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a.parquet", "b.json", "c.jsonl"], "1 Parquet files and 2 of JSON, which may be"),
-        (["a.parquet", "b.jsonl.gz"], "b.jsonl.gz would not be read"),
-        (["a.csv"], "a.csv would not be read"),
-        (["c/a.png", "dataset_info.json"], "the folder has no file that ends in .json, .jsonl, .parquet$"),
-    ],
-)
-def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, names, message):
-    write_folder(tmp_path, names)
-    with pytest.raises(DataError, match=f"^{tmp_path}: .*{message}"):
-        load_records(str(tmp_path))
+    write("b.jsonl", "a/2.jsonl", "a/1.jsonl", "c/d/e.jsonl", ".hidden.json", ".hidden/x.json", "dataset_info.json")
+    (tmp_path / "c/up").symlink_to(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"")
+    names = [record["id"] for record in load_records(str(tmp_path))]
+    assert names == ["a/1.jsonl", "a/2.jsonl", "b.jsonl", "c/d/e.jsonl"]
+    for name, message in (
+        ("b.parquet", "1 Parquet files and 4 of JSON, which may be"),
+        ("b.csv", "b.csv would not"),
+    ):
+        write(name)
+        with pytest.raises(DataError, match=f"^{tmp_path}: .*{message}"):
+            load_records(str(tmp_path))
+        (tmp_path / name).unlink()
 
 
 def test_cut_counts_after_expansion_and_drops_the_images_after_it(dataset, caplog):
@@ -174,11 +151,3 @@ def test_sampler_keeps_modalities_apart_and_is_reproducible(size, window):
     for batch in batches:
         sizes = [abs(lengths[i]) for i in batch]
         assert sizes == sorted(sizes, reverse=True)
-
-
-def test_a_window_puts_pairs_of_similar_sums_into_one_batch():
-    lengths = [*range(1, 17), 100, 101, 102, 103]  # pairs 1 + 103, 2 + 102, 3 + 101, 4 + 100, and six of 5 + 16 = 21
-    batches = torch.tensor(list(ModalityLengthGroupedSampler(lengths, 4, window=5))).view(5, 4)
-    found = sorted(sorted(lengths[i] for i in batch) for batch in batches.tolist())
-    assert found[:2] == [[1, 2, 102, 103], [3, 4, 100, 101]]
-    assert all(batch[0] + batch[3] == batch[1] + batch[2] == 21 for batch in found[2:])

@@ -37,33 +37,22 @@ def kind_of(store: ImageStore, image, full_decode: bool = False) -> str | None:
 # --- the same pictures from everywhere --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def everywhere(tmp_path_factory):
-    """The same 40 pictures in a folder, a zip file (deflated and stored) and a Parquet file with small row groups."""
-    root = tmp_path_factory.mktemp("everywhere")
+def test_folder_zip_and_rows_give_the_same_pixels_in_any_order(tmp_path):
     files = {f"a/{i} é.png": encoded(noise(seed=i, size=(9 + i % 5, 7))) for i in range(40)}
-    with zipfile.ZipFile(root / "images.zip", "w") as archive:
+    (tmp_path / "a").mkdir()
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
         for number, (name, data) in enumerate(files.items()):
-            (root / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / "images" / name).write_bytes(data)
+            (tmp_path / name).write_bytes(data)
             archive.writestr(name, data, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[number % 2])
     column = pa.array([{"bytes": data, "path": name} for name, data in files.items()])
     turns = pa.array([[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]] * len(files))
-    pq.write_table(pa.table({"image": column, "conversations": turns}), root / "rows.parquet", row_group_size=7)
-    return root, list(files)
-
-
-def test_folder_zip_and_rows_give_the_same_pixels_in_any_order(everywhere):
-    root, names = everywhere
-    folder, archive, rows = ImageStore(root / "images"), ImageStore(root / "images.zip"), ImageStore(None)
-    order = list(range(len(names)))
-    for shuffled in (order, [5, 5, 4, 39, 0]):
-        for index in shuffled:
-            expected = np.asarray(Image.open(root / "images" / names[index]))
-            row = RowImage(str(root / "rows.parquet"), index)
-            for store, image in ((folder, names[index]), (archive, names[index]), (rows, row)):
-                assert np.array_equal(np.asarray(store.open(image)), expected)
-                assert kind_of(store, image, full_decode=True) is None
+    pq.write_table(pa.table({"image": column, "conversations": turns}), tmp_path / "rows.parquet", row_group_size=7)
+    folder, archive, rows = ImageStore(tmp_path), ImageStore(tmp_path / "images.zip"), ImageStore(None)
+    for index in [*range(40), 5, 5, 4, 39, 0]:
+        name, row = list(files)[index], RowImage(str(tmp_path / "rows.parquet"), index)
+        for store, image in ((folder, name), (archive, name), (rows, row)):
+            assert np.array_equal(np.asarray(store.open(image)), np.asarray(Image.open(tmp_path / name)))
+            assert kind_of(store, image, full_decode=True) is None
 
 
 # --- names that lead elsewhere ----------------------------------------------------------------------------------------
@@ -130,35 +119,10 @@ def test_a_decompression_bomb_is_an_error_not_a_warning(folder):
     assert problem.kind == "image_unreadable" and "decompression bomb" in problem.message
 
 
-class Unflagged(zipfile.ZipInfo):
-    """A member as Info-ZIP and macOS write it: a name in UTF-8, without the flag that says so."""
-
-    def _encodeFilenameFlags(self):
-        return self.filename.encode(), self.flag_bits
-
-
-def test_names_beyond_ascii_are_found_whoever_wrote_the_zip_file_and_in_either_form_of_accents(tmp_path):
-    composed, decomposed = "caf\u00e9/\u732b.png", "cafe\u0301/\u732b.png"
-    for number, (name, member) in enumerate(
-        [(composed, Unflagged), (decomposed, Unflagged), (composed, zipfile.ZipInfo)]
-    ):
-        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
-            archive.writestr(member(name), encoded(noise(seed=1)))
-        store = ImageStore(tmp_path / f"{number}.zip")
-        assert store.check(composed) == store.check(decomposed) and store.check(composed)[1] is None
-        assert repr(name) in store.check("none.png")[1].message
-    (tmp_path / decomposed).parent.mkdir()
-    (tmp_path / decomposed).write_bytes(encoded(noise(seed=1)))
-    assert ImageStore(tmp_path).check(composed)[1] is None
-
-
 def test_a_picture_too_long_for_its_width_is_refused_by_its_header(tmp_path):
     Image.new("L", (101, 1)).save(tmp_path / "long.png")
     _, problem = ImageStore(tmp_path).check("long.png")
     assert problem.kind == "image_unreadable" and "101 x 1 pixels; a side may be 100 times the other" in problem.message
-    for read in (ImageStore(tmp_path).open, ImageStore(tmp_path).size):
-        with pytest.raises(ImageError, match="a side may be 100 times"):
-            read("long.png")
     with pytest.raises(ValueError, match="--image-file .*long.png.*a side may be 100 times"):
         load_picture(str(tmp_path / "long.png"))
 
@@ -185,22 +149,11 @@ def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
 # --- broken containers ------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_zip_file_is_named(tmp_path):
-    (tmp_path / "a.zip").write_bytes(b"PK not really")
-    with pytest.raises(ValueError, match="--image_folder .*a.zip: neither a folder nor a readable zip file"):
-        ImageStore(tmp_path / "a.zip")
-    with zipfile.ZipFile(tmp_path / "b.zip", "w"):
-        pass
-    with pytest.raises(ValueError, match="b.zip: the zip file holds no files"):
-        ImageStore(tmp_path / "b.zip")
-
-
 def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path, monkeypatch):
     data = encoded(noise(size=(30, 30)))
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", data)
         archive.writestr("zeros.png", bytes(1 << 20))
-        archive.writestr("bzip.png", data, zipfile.ZIP_BZIP2)
     whole = (tmp_path / "a.zip").read_bytes()
     broken = tmp_path / "b.zip"
     for flipped in range(0, 300, 7):
@@ -210,7 +163,6 @@ def test_damage_inside_a_zip_file_is_named_and_never_read_as_a_picture(tmp_path,
         with suppress(OSError):
             assert ZipMembers(broken).read("a.png", 1 << 20) == data  # a field of the header that nothing depends on
     store = ImageStore(tmp_path / "a.zip")
-    assert "deflate" in store.check("bzip.png")[1].message
     monkeypatch.setattr(images, "LARGEST_FILE", 1 << 19)
     assert "once unpacked" in store.check("zeros.png")[1].message
 

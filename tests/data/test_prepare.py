@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,19 +37,6 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     return calls
-
-
-def test_what_is_there_is_used_as_it_is(tmp_path, hub, capsys):
-    folder = tmp_path / "it is here"
-    folder.mkdir()
-    (folder / "blip_laion_cc_sbu_558k.json").write_text(json.dumps([{"image": "0/1.jpg", "conversations": TURNS}]))
-    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
-        archive.writestr("0/1.jpg", encoded(noise(), "JPEG"))
-    assert prepare.main(["llava-558k", "--folder", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert f"DATA_PATH='{folder}/blip_laion_cc_sbu_558k.json' IMAGE_FOLDER='{folder}/images.zip'" in out
-    assert "bash scripts/pretrain.sh" in out and "1 with images" in out and not hub
-    assert {path.name for path in folder.iterdir()} == {".llava_cache", "images.zip", "blip_laion_cc_sbu_558k.json"}
 
 
 def test_missing_files_are_downloaded_by_the_same_command_and_a_damaged_one_is_refused(tmp_path, hub, capsys):

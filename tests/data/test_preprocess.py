@@ -110,17 +110,6 @@ def test_upstream_keeps_the_labels_of_a_broken_sample_that_is_long_enough():
         tok.model_max_length = limit
 
 
-def test_upstream_drops_a_leading_answer_but_never_an_image():
-    tok = tokenizer("llama")
-    conversation = [{"from": "gpt", "value": "Welcome!"}, *turns("Hi", "Yes.")]
-    dropped = preprocess(conversation, tok, "v1", label_masking="upstream")
-    assert torch.equal(dropped.input_ids, preprocess(turns("Hi", "Yes."), tok, "v1").input_ids)
-    assert pieces(preprocess(conversation, tok, "v1"), tok)[1] == ("target", "Welcome!</s>")
-    conversation[0]["value"] = "<image> Welcome!"
-    with pytest.raises(ValueError, match="holds an image"):
-        preprocess(conversation, tok, "v1", label_masking="upstream")
-
-
 # --- the assistant's labels -------------------------------------------------------------------------------------------
 
 FRAGMENTS = (
@@ -189,23 +178,6 @@ def test_plain_learns_the_caption_and_its_newline(name, question, answer):
     assert set(prompt.tolist()) <= {tok.bos_token_id, IMAGE_TOKEN_INDEX}
 
 
-def test_a_system_turn_is_context():
-    conversation = [{"from": "system", "value": "Be terse."}, *turns("Hi", "Yes.")]
-    sample = preprocess(conversation, tokenizer("qwen"), "qwen_1_5")
-    assert pieces(sample, tokenizer("qwen")) == [
-        ("context", "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        ("target", "Yes.<|im_end|>"),
-        ("context", "\n"),
-    ]
-
-
-def test_a_record_without_images_reads_the_placeholder_as_a_word():
-    tok = tokenizer("qwen")
-    sample = preprocess(turns("Write an <image> tag.", "<image>"), tok, "chatml", has_image=False)
-    assert IMAGE_TOKEN_INDEX not in sample.input_ids
-    assert targets(sample, tok) == ["<image><|im_end|>"]
-
-
 def test_start_and_end_tokens_go_around_every_image():
     tok = tokenizer("qwen")
     sample = preprocess(turns("<image>\nHi", "Yes."), tok, "v1", mm_use_im_start_end=True)
@@ -231,12 +203,10 @@ SYSTEM = {"from": "system", "value": "Be terse."}
     ("conversation", "version", "message"),
     [
         ("Hi", "v1", "non-empty list of turns, found 'Hi'"),
-        ([{"from": "human"}, GPT], "v1", "turn 0: .*found {'from': 'human'}"),
         ([HUMAN, SYSTEM, GPT], "v1", "turn 1: a system turn must be the first"),
         ([HUMAN, HUMAN, GPT], "v1", "two 'human' turns in a row"),
         ([GPT, HUMAN, GPT], "llama_2", "the human to speak first"),
         ([HUMAN, GPT], "plain", "the plain template needs an image"),
-        ([HUMAN, GPT], "v9", "no such conversation template"),
     ],
 )
 def test_a_malformed_conversation_is_an_error_that_says_what_was_expected(conversation, version, message):
