@@ -59,35 +59,6 @@ def test_rows_of_the_grid_run_through_all_its_crops_and_end_in_a_newline():
         assert line_up(numbered(picture.crops), [picture], some, NEWLINE).tolist() == expected
 
 
-def test_what_is_cut_off_is_black_and_what_stays_is_not_all_black():
-    """The picture's rows and columns of pixels inside the grid, in patches, against those that are kept."""
-    for size in sizes(300):
-        some = rules()
-        patches, grid = some.patches(some.picture(size)), best_grid(size, GRIDS)
-        across, down = min(grid[0], size[0] * grid[1] / size[1]), min(grid[1], size[1] * grid[0] / size[0])
-        for shown, remaining, total in ((across, patches.width, grid[0]), (down, patches.height, grid[1])):
-            expected = shown / total * (total / 14)  # patches; whole ones, and equally many on both sides
-            assert abs(remaining - expected) < 3
-
-
-def test_a_shrunk_grid_has_about_as_many_tokens_as_allowed():
-    for most in (1, 2, 5):
-        some = rules(f"anyres_max_{most}")
-        for size in sizes(300):
-            patches = some.patches(some.picture(size))
-            width, height = patches.shrunk or (patches.width, patches.height)
-            assert width * height <= 1.21 * most * SIDE**2 or min(width, height) == 1
-            assert patches.shrunk is None or patches.width * patches.height > 1.21 * most * SIDE**2
-
-
-def test_newline_has_a_gradient_where_no_row_remains():
-    newline = NEWLINE.clone().requires_grad_()
-    some = rules()
-    stripe = next(s for s in map(some.picture, sizes(300)) if some.visual_tokens(s) == SIDE**2)
-    line_up(numbered(stripe.crops), [stripe], some, newline).sum().backward()
-    assert torch.equal(newline.grad, torch.zeros(3))
-
-
 def test_the_chosen_grids_are_upstreams():
     grids = parse_pinpoints("[[336,672],[672,336],[672,672],[1008,336],[336,1008]]", 336)
     for size, best in json.loads((GOLDEN / "images/best_grids.json").read_text()):

@@ -22,8 +22,7 @@ FILES = {
     "none": None,
     "Vicuna's": IDS | {"_from_model_config": True, "max_length": 4096, "temperature": 0.9, "repetition_penalty": 1.5},
     "beams": IDS | {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 9.0, "early_stopping": True},
-    "forced": IDS | {"forced_bos_token_id": 66, "suppress_tokens": [*range(32, 200)], "no_repeat_ngram_size": 1},
-    "output": IDS | {"return_dict_in_generate": True, "output_scores": True, "stop_strings": ["a"], "max_time": 1e-4},
+    "forced": IDS | {"forced_bos_token_id": 66, "suppress_tokens": [*range(32, 200)], "return_dict_in_generate": True},
     "refused by the library": IDS | {"compile_config": {}, "early_stopping": "x", "pad_token_id": -1, "streamer": 1},
     "cut": '{"eos_token_id": ',
 }

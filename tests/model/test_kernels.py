@@ -1,7 +1,6 @@
 """A compiled tower, Liger's kernels and the kernels of GPUs compute what the plain layers compute."""
 
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,8 @@ from decoder_families import NAMES, write_families
 from tiny_models import STAGE_1, trained
 from tiny_towers import CONFIGS, SIDE
 from torch._dynamo.utils import counters
-from training import flags, losses
+from training import flags
 
-from llava.model import attention
 from llava.model.language_model.families import DECODERS
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.train import kernels
@@ -52,43 +50,6 @@ def test_a_compiled_tower_equals_the_plain_one_for_any_number_of_pictures():
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
-def test_a_stage_with_a_compiled_tower_has_the_plain_ones_losses(tiny, tmp_path, monkeypatch):
-    """Also where activations are computed again."""
-    monkeypatch.setattr(kernels, "compile_layers", partial(compile_layers, backend="aot_eager"))
-    torch._dynamo.reset()
-    for choice in ("False", "True"):
-        counters.clear()
-        options = {"max_steps": 2, "compile_layers": choice, "gradient_checkpointing": choice}
-        train_module.train(flags(tiny, tmp_path / choice, 2, **options))
-        assert bool(counters["stats"]) == (choice == "True")
-    plain, compiled = (losses(tmp_path / choice / "train_log.jsonl") for choice in ("False", "True"))
-    assert len(plain) == 2 and compiled == pytest.approx(plain, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("machine", "compiles"),
-    [
-        ({}, True),
-        ({"zero3": True}, False),
-        ({"headers": "/nowhere"}, False),
-    ],
-)
-def test_auto_compiles_the_tower_where_it_can(tmp_path, monkeypatch, machine, compiles):
-    (tmp_path / "Python.h").touch()
-    machine = {"gpu": True, "zero3": False, "triton": "spec", "compiler": "gcc", "headers": str(tmp_path)} | machine
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: machine["gpu"])
-    monkeypatch.setattr(kernels, "is_deepspeed_zero3_enabled", lambda: machine["zero3"])
-    monkeypatch.setattr(kernels, "find_spec", lambda name: machine["triton"])
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: machine["compiler"])
-    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: machine["headers"])
-    compiled, args = [], SimpleNamespace(compile_layers="auto", use_liger_kernel=False)
-    parts = SimpleNamespace(vision_tower=SimpleNamespace(layers=["tower's"]))
-    monkeypatch.setattr(kernels, "compile_layers", compiled.extend)
-    kernels.set_up_kernels(SimpleNamespace(get_model=lambda: parts), args)
-    assert (args.compile_layers, compiled) == ((True, ["tower's"]) if compiles else (False, []))
-
-
 def test_compiling_layers_that_zero3_partitions_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="--compile_layers True: ZeRO-3 gathers weights module by module"):
@@ -98,48 +59,12 @@ def test_compiling_layers_that_zero3_partitions_is_refused(tiny, tmp_path, monke
 # --- what kernels that need a GPU are given --------------------------------------------------------------------------
 
 
-def test_only_a_flash_attention_with_kernels_for_the_gpu_is_chosen(monkeypatch):
-    machine = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: machine["capability"])
-    for version in "234":
-        there = partial(lambda version: version in machine["installed"], version)
-        monkeypatch.setattr(attention, f"is_flash_attn_{version}_available", there)
-    for capability, installed, chosen in (
-        ((9, 0), "234", "flash_attention_4"),
-        ((9, 0), "23", "flash_attention_3"),
-        ((10, 0), "23", "flash_attention_2"),
-        ((12, 0), "34", None),
-        ((7, 5), "234", None),
-    ):
-        machine |= {"capability": capability, "installed": installed}
-        assert attention.installed_flash() == chosen
-
-
 # --- Liger ------------------------------------------------------------------------------------------------------------
 
 
 def test_liger_without_a_gpu_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="--use_liger_kernel True needs an NVIDIA GPU, liger-kernel "):
         train_module.train(flags(tiny, tmp_path, 1, use_liger_kernel=True))
-
-
-@pytest.mark.parametrize(
-    ("gpu", "installed", "known", "runs"),
-    [(False, True, True, False), (True, False, True, False), (True, True, False, False), (True, True, True, True)],
-)
-def test_auto_takes_liger_where_it_runs(tiny, monkeypatch, gpu, installed, known, runs):
-    applied = []
-    fake = SimpleNamespace(**({"apply_liger_kernel_to_llama": print} if known else {}))
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(kernels, "has_liger", lambda: installed)
-    monkeypatch.setattr(kernels, "has_compiler", lambda: True)
-    monkeypatch.setattr(kernels, "apply_liger", applied.append)
-    model = trained(tiny, STAGE_1)
-    args = SimpleNamespace(use_liger_kernel="auto", compile_layers=False)
-    kernels.set_up_kernels(model, args)
-    assert args.use_liger_kernel is runs and applied == [model] * runs
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Phi3"])

@@ -1,7 +1,6 @@
 """LoRA: upstream's recorded runs, the files, loading and merging them, resuming, and what is refused."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -201,12 +200,7 @@ def test_stock_peft_reads_the_folder(tiny, trained):
 
 def test_merged_checkpoint_stands_alone_and_computes_the_same(tiny, trained, tmp_path):
     folder, model = trained
-    before = os.umask(0o027)
-    try:
-        merge_lora.merge_lora(str(folder), str(tiny / "llama"), str(tmp_path / "out"))
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
+    merge_lora.merge_lora(str(folder), str(tiny / "llama"), str(tmp_path / "out"))
     merged = shutil.move(tmp_path / "out", tmp_path / "moved")
     config = json.loads((merged / "config.json").read_text())
     config["mm_vision_tower"] = "/nowhere"
@@ -291,20 +285,6 @@ def test_published_layout_of_llava_loras_loads(tiny, trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"mm_tunable_parts": None, "tune_mm_mlp_adapter": True}, "--lora_enable.*--tune_mm_mlp_adapter"),
-        ({"mm_tunable_parts": "mm_mlp_adapter"}, "--lora_enable.*name mm_language_model in --mm_tunable_parts"),
-        ({"lora_enable": None}, "--lora_r, --lora_alpha: only with --lora_enable True"),
-        ({"lora_weight_path": "x"}, "--lora_weight_path.*llava.model.merge_lora"),
-    ],
-)
-def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        train_module.train(flags(tiny, tmp_path, 2, **(LORA | overrides)))
-
-
-@pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
         ("adapter_config.json", {"use_dora": True}, "or DoRA's; only commit 382b45f can load them"),
@@ -318,11 +298,6 @@ def test_a_folder_that_cannot_be_merged_is_refused_by_name(trained, tmp_path, ca
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
     assert merge_lora.main(["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]) == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_lora_folder_is_refused_as_a_model_to_train(tiny, tmp_path, trained):
-    with pytest.raises(ValueError, match="is a LoRA folder.*llava.model.merge_lora"):
-        train_module.train(flags(tiny, tmp_path, 2, model_name_or_path=trained[0]))
 
 
 def test_base_of_other_depth_is_refused(tiny, tmp_path, trained):
@@ -374,10 +349,3 @@ def test_quantised_base_trains_and_loads(tiny, tmp_path, bits):
         model.disable_adapters()
         without = logits(model)
     assert (found - wanted).abs().max() < 0.1 * (without - wanted).abs().max()  # bf16 arithmetic
-
-
-def test_quantised_base_is_refused_under_zero_3(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: True)
-    monkeypatch.setattr("llava.train.checks.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="--bits 8: ZeRO-3 cannot partition.*zero2.json"):
-        train_module.train(flags(tiny, tmp_path, 2, **LORA, bits=8))

@@ -20,15 +20,12 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.mm_utils import (
     KeywordsStoppingCriteria,
-    get_model_name_from_path,
     load_tokenizer,
-    process_anyres_image,
     process_images,
     save_tokenizer,
     to_rgb,
     tokenizer_image_token,
 )
-from llava.utils.pixels import upright
 
 LEVELS = np.load(GOLDEN / "images/levels.npz")
 PROCESSORS = {
@@ -72,27 +69,6 @@ def test_pixels_equal_those_of_upstreams_dataset(key):
     assert np.abs(levels(pixels[0], processor) - LEVELS[key]).max() <= 1.01
 
 
-def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():
-    exif = Image.Exif()
-    exif[274] = 8
-    picture("rgb_40x80").save(buffer := io.BytesIO(), "PNG", exif=exif)
-    turned = config("pad")
-    turned.image_orientation = "exif"
-    expected = process_images([picture("rgb_40x80").transpose(Image.Transpose.ROTATE_90)], PROCESSORS["clip"], turned)
-    assert torch.equal(process_images([Image.open(buffer)], PROCESSORS["clip"], turned), expected)
-    assert not torch.equal(process_images([Image.open(buffer)], PROCESSORS["clip"], config("pad")), expected)
-
-
-def test_unknown_modes_say_what_is_known():
-    images = [picture("rgb_1x1")]
-    with pytest.raises(ValueError, match="'crop_split': expected 'square', 'pad', 'anyres', or 'anyres_max_N'"):
-        process_images(images, PROCESSORS["clip"], config("crop_split"))
-    with pytest.raises(ValueError, match="33 x 64 pixels cannot be cut into squares of the vision tower's 32"):
-        process_anyres_image(images[0], PROCESSORS["clip"], [[33, 64]])
-    with pytest.raises(ValueError, match="at least one picture"):
-        process_images([], PROCESSORS["clip"], config("pad"))
-
-
 def reopened(image: Image.Image, kind: str) -> Image.Image:
     return Image.open(io.BytesIO(encoded(image, kind)))
 
@@ -110,18 +86,6 @@ def test_16_bit_grey_of_every_format_is_scaled_by_its_full_range(kind):
     assert np.abs(ours - levels[..., None] / 257).max() <= 1.01
 
 
-def test_a_picture_is_turned_once_and_damaged_exif_data_turn_nothing():
-    exif = Image.Exif()
-    exif[274] = 6
-    once = upright(reopened(noise(), "PNG"), "exif")
-    image = Image.open(io.BytesIO(encoded(noise(), "PNG", exif=exif)))
-    once = upright(image, "exif")
-    assert once.size == image.size[::-1] and upright(once, "exif") is once and upright(image, "stored") is image
-    image.info["exif"] = b"Exif\0\0MM\0*\xff\xff"
-    image._exif = None
-    assert upright(image, "exif") is image
-
-
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -133,13 +97,6 @@ def test_ids_equal_sentencepiece_chunk_by_chunk(prompt):
     for index, chunk in enumerate(prompt.split("<image>")):
         expected += ([IMAGE_TOKEN_INDEX] if index else []) + pieces.encode(chunk)
     assert tokenizer_image_token(prompt, load_tokenizer(str(folder))) == expected
-
-
-def test_ids_of_a_tokenizer_without_bos_hold_only_the_text():
-    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied"))
-    ids = tokenizer_image_token("Hi <image>\nyou", tokenizer)
-    place = ids.index(IMAGE_TOKEN_INDEX)
-    assert tokenizer.decode(ids[:place]) == "Hi " and tokenizer.decode(ids[place + 1 :]) == "\nyou"
 
 
 def test_a_bos_that_the_prompt_writes_is_not_doubled():
@@ -164,11 +121,6 @@ def test_merges_follow_the_scores_of_the_sentencepiece_file(tmp_path):
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
-
-
-def test_model_name_is_the_folders():
-    assert get_model_name_from_path("liuhaotian/llava-v1.5-7b") == "llava-v1.5-7b"
-    assert get_model_name_from_path("/a/llava-lora/checkpoint-100/") == "llava-lora_checkpoint-100"
 
 
 @pytest.mark.parametrize("with_prompt", [True, False])

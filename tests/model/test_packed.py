@@ -14,7 +14,7 @@ from llava.constants import IGNORE_INDEX
 from llava.data.sampler import RandomOrder, StepSampler, assigned_by_length, assigned_in_order
 from llava.layout import lay_out, pad_layout
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
-from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss, rows_at_a_time
+from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +142,6 @@ def plain_loss(hidden_states, weight, targets):
     return F.cross_entropy(F.linear(hidden_states, weight).float(), targets, reduction="sum")
 
 
-def test_few_rows_are_one_chunk_and_chunks_are_alike():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert rows_at_a_time(0, 50, cpu) == 1 and rows_at_a_time(7, 10**9, cpu) == 1
-    assert rows_at_a_time(1000, 128_256, gpu) == 1000  # the weight is read twice
-    assert rows_at_a_time(1100, 128_256, gpu) == 550
-    assert rows_at_a_time(1100, 128_256, cpu) == 220
-
-
 @pytest.mark.numeric
 def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
     monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)
@@ -163,17 +155,6 @@ def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
         gradients.append((h.grad, w.grad))
     for ours, plain in zip(*reversed(gradients), strict=True):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.numeric
-def test_the_loss_in_a_step_is_that_of_all_logits(model, monkeypatch):
-    inputs = batch(BATCHES["several_images"])
-    loss, gradients = loss_and_gradients(model, True, SEGMENTS, **inputs)
-    monkeypatch.setattr("llava.model.loss.chunked_loss", plain_loss)
-    expected_loss, expected = loss_and_gradients(model, True, SEGMENTS, **inputs)
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
@@ -228,15 +209,3 @@ def test_llavas_slices_go_round_the_ranks():
     assert assigned_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
     assert assigned_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
     assert assigned_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
-
-
-def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():
-    order = RandomOrder(22, seed=1)
-    deal = partial(assigned_by_length, lengths=[5] * 22, ranks=1, micro_batches=2)
-    sampler = StepSampler(order, 4, deal, 0)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    assert list(sampler) != first and len(sampler) == len(first) == 6
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert list(StepSampler(order, 4, deal, 0, drop_last=True)) == first[:5]

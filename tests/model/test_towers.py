@@ -105,12 +105,6 @@ def test_exactly_the_parameters_listed_as_used_get_a_gradient(saved):
     assert without == []
 
 
-def test_the_giant_dinov2_has_a_gated_mlp():
-    tower = TOWERS["dinov2"](TOWERS["dinov2"].config_class(**CONFIGS["dinov2"], use_swiglu_ffn=True))
-    assert tower.gated_mlp and tower.mlp_width == 88
-    assert tower(torch.randn(2, 3, SIDE, SIDE)).shape == (2, (SIDE // PATCH) ** 2, E)
-
-
 def test_naflex_square_gets_the_pixels_of_its_own_processor(tmp_path):
     tower_class = TOWERS["siglip2_vision_model"]
     tower = tower_class(tower_class.config_class(**CONFIGS["siglip2_vision_model"]))
