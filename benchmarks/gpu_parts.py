@@ -143,7 +143,7 @@ def vs_upstream(part: PartRun) -> None:
     if not Path(os.environ.get("UPSTREAM_PACKAGES", ""), "transformers").is_dir():
         raise NotRun("LLaVA's packages are missing; gpu_check.sh wheels collects them where there is a network")
     need("sentencepiece")
-    options = ["--size", "tiny", "--stages", "finetune"] if part.cpu else ["--size", "3b", "--bf16"]
+    options = ["--size", "tiny", "--stages", "pretrain"] if part.cpu else ["--size", "3b", "--bf16"]
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--output-dir", part.work, "--repeats", 1, *options]
     run_logged(part, "vs_upstream", command)
     for result in sorted(part.work.glob("vs_upstream_*.json"), reverse=True):  # stage 1 first
@@ -361,8 +361,8 @@ PARTS = {
                               MAX_TOKENS_PER_MICRO_BATCH=16_384),
     "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 300, vs_upstream),
     "qlora": demo_part("by QLoRA", packages=("bitsandbytes",), flags=("--bits", "4"), LORA=1),
-    "zero2_demo": demo_part("under ZeRO-2", packages=("deepspeed",), DEEPSPEED_CONFIG=ZERO.format(2)),
-    "recompute": demo_part("under ZeRO-3, its leaf modules recomputed", packages=("deepspeed",),
+    "resume_zero2": demo_part("under ZeRO-2", packages=("deepspeed",), DEEPSPEED_CONFIG=ZERO.format(2)),
+    "recompute_zero3": demo_part("under ZeRO-3, its leaf modules recomputed", packages=("deepspeed",),
                            DEEPSPEED_CONFIG=ZERO.format(3), ACTIVATION_CHECKPOINTING="True"),
     "lora": demo_part("by LoRA", LORA=1),
     "demo": demo_part("as it is"),
