@@ -76,6 +76,7 @@ class Size:
 # With the vocabulary of `tiny` the head's share is that of a 3B model; small models have many short steps.
 SIZES = {
     "tiny": Size("tiny", 24, 3, (5, 8), vision_hidden=48, vision_layers=3, image_size=56, patch_size=14),
+    "check": Size("tiny", 2, 1, (5, 8), vision_hidden=48, vision_layers=3, image_size=56, patch_size=14),
     "demo": Size("demo", 5, 1, (10, 30), vision_hidden=192, vision_layers=5, image_size=64, patch_size=16),
     "3b": Size("llama-3.2-3b", 12, 3, (5, 8), 1024, 24, image_size=336, patch_size=14, vocabulary=32_000),
 }
@@ -129,7 +130,7 @@ def upstream_tree() -> tuple[Path, str]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `vs_peers` has too."""
-    text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256; 3b: for a GPU"
+    text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256, check: in few steps; 3b: for a GPU"
     parser.add_argument("--size", choices=SIZES, default="demo", help=text)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--repeats", type=whole(1), default=5)
