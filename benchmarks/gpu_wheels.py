@@ -25,8 +25,8 @@ NEEDED = (
     "pydantic-core", "pygments", "pytest", "sentencepiece", "typing-extensions", "typing-inspection",
 )  # fmt: skip
 """What the parts import beyond what every PyTorch and transformers require; a test holds that it is complete."""
-OPTIONAL = (  # QLoRA and FlashAttention 4
-    "bitsandbytes", "flash-attn-4==4.0.0b36", "quack-kernels==0.6.5", "nvidia-cutlass-dsl==4.8.1",
+OPTIONAL = (  # LLaVA's tokenizer, QLoRA and FlashAttention 4
+    "protobuf", "bitsandbytes", "flash-attn-4==4.0.0b36", "quack-kernels==0.6.5", "nvidia-cutlass-dsl==4.8.1",
     "nvidia-cutlass-dsl-libs-base==4.8.1", "nvidia-cutlass-dsl-libs-core==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1",
     "apache-tvm-ffi==0.1.15.post2", "torch-c-dlpack-ext==0.1.5",
 )  # fmt: skip

@@ -92,8 +92,7 @@ def main() -> None:
     make_models(args, work)
     names = ("torch", "transformers", "numpy")
     code = f"import json; print(json.dumps([__import__(name).__version__ for name in {names}]))"
-    environment = os.environ | {"PYTHONPATH": theirs[1]}
-    shown = subprocess.check_output([theirs[0], "-P", "-c", code], env=environment, cwd=work, text=True)
+    shown = subprocess.check_output([theirs[0], "-c", code], env=os.environ | {"PYTHONPATH": theirs[1]}, cwd=work)
     versions = dict(zip(names, json.loads(shown.splitlines()[-1]), strict=True))
     meta = {name: getattr(args, name) for name in ("size", "repeats", "bf16")}
     meta["preloaded"] = common.preloaded_names({} if args.bf16 else preloads(os.environ))
@@ -130,7 +129,7 @@ def upstream_tree() -> tuple[Path, str]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `vs_peers` has too."""
-    text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: 4 layers of width 256, check: in few steps; 3b: for a GPU"
+    text = "demo: SmolLM2-135M's shapes and the quickstart's tower; tiny: width 256; check: few steps; 3b: for a GPU"
     parser.add_argument("--size", choices=SIZES, default="demo", help=text)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--repeats", type=whole(1), default=5)
