@@ -32,7 +32,7 @@ from llava.eval.results import CONTROLS
 from llava.launch.recipe import STAGES
 
 DIGEST = "plan.sha256"
-"""In the output folder: the digest of the plan that its runs follow."""
+"""In the output folder: the digest of the plan that its runs follow, and the kind of device that they train on."""
 RATES = {
     "LEARNING_RATE": "training.learning_rate",
     "PROJECTOR_LR": "training.mm_projector_lr",
@@ -149,13 +149,24 @@ def check_digest(plan: Plan, before: str, where: Path) -> None:
         )
 
 
-def hold(plan: Plan, folder: Path) -> None:
-    """Ties the output folder to the plan.
+def hold(plan: Plan, folder: Path, kind: str = "", recorded: str = "") -> None:
+    """Ties the output folder to the plan, and to the kind of device once one is named: runs on another would differ.
+
+    Args:
+        kind: of the device that runs are about to train on.
+        recorded: that of the recorded runs, which may have come from another folder.
 
     Raises:
-        ValueError: its runs were begun by another plan.
+        ValueError: its runs were begun by another plan, or on another kind.
     """
-    mark = folder / DIGEST
+    mark, before = folder / DIGEST, ""
     if mark.is_file():
-        check_digest(plan, mark.read_text().strip(), mark)
-    mark.write_text(f"{plan.digest}\n")
+        digest, _, before = mark.read_text().strip().partition("\n")
+        check_digest(plan, digest, mark)
+    before = before or recorded
+    if kind and before not in ("", kind):
+        raise ValueError(
+            f"{mark}: runs were begun on {before}, this is {kind}; another kind of device rounds differently: continue "
+            f"on {before}, or name another --output-dir"
+        )
+    mark.write_text("\n".join([plan.digest, *filter(None, [before or kind])]) + "\n")

@@ -48,8 +48,17 @@ EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
 ASKED = "asked.json"  # their records: the first held-out ones, whose kinds alternate
 ASKED_IN_TRAINING = 64
 VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor questions
+RUNS_PER_GPU = 8  # at most: each keeps a core busy with starting kernels, and leaves most of a card idle
+MEMORY_ON_GPU = 8 * 2**30  # bytes, estimated, that a run of the demo takes at most
 EVALUATED = ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS")  # which a tuning decides
 DIVERGED = "NonFiniteError"  # in the log of a training that the trainer gave up
+
+
+def card() -> Any:
+    """The first GPU's properties, such as `name` and `total_memory`."""
+    import torch
+
+    return torch.cuda.get_device_properties(0)
 
 
 @dataclass
@@ -110,7 +119,9 @@ class Planned(Experiment):
             return [{}] * runs_at_once(len(self.runs), available_cores())
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = seen if len(seen) >= devices.ranks and all(seen) else list(map(str, range(devices.ranks)))
-        return [{"CUDA_VISIBLE_DEVICES": name, "NUM_GPUS": "1"} for name in names[: devices.ranks]]
+        lanes = min(RUNS_PER_GPU, runs_at_once(len(self.runs), available_cores()) // devices.ranks)
+        lanes = max(1, min(lanes, card().total_memory // MEMORY_ON_GPU))
+        return [{"CUDA_VISIBLE_DEVICES": name, "NUM_GPUS": "1"} for name in names[: devices.ranks] * lanes]
 
     def work(self) -> None:
         """Trains the seeds that are not recorded, and records each when its last arm is answered."""
@@ -131,7 +142,9 @@ class Planned(Experiment):
             print(f"written: {path}")
 
     def prepare(self) -> None:
-        """The playground's inputs, with the plan's numbers of pictures."""
+        """The playground's inputs of the plan, for runs on the kind of device that it began on."""
+        kind = card().name if resolve_devices(os.environ).on_gpu else "cpu"
+        hold(self.plan, self.folder, kind, self.record["configuration"].get(f"{STAGES[0]}.devices.kind", ""))
         numbers = [f"--{name.replace('_', '-')}={value}" for name, value in self.plan.pictures.items()]
         demo = [["smollm2"], [PROBES, *numbers], ["tower", "--data", PROBES]]
         self.part(f"inputs: {PROBES}", {"inputs": self.inputs(*(demo if self.demo else demo[1:2]))})

@@ -87,6 +87,30 @@ def test_a_plan_that_changed_after_the_first_run_is_refused(plan_with, tmp_path)
         assert plan.digest[:12] in str(refused.value) and other.digest[:12] in str(refused.value)
 
 
+def test_a_plan_that_began_on_one_kind_of_device_is_not_continued_on_another(plan_with, tmp_path):
+    plan = plan_with()
+    for kind in ("", "NVIDIA H200", "", "NVIDIA H200"):
+        hold(plan, tmp_path, kind)
+    with pytest.raises(ValueError, match="runs were begun on NVIDIA H200, this is cpu; .*: continue on NVIDIA H200"):
+        hold(plan, tmp_path, "cpu")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ValueError, match="runs were begun on cpu, this is NVIDIA H200"):
+        hold(plan, elsewhere, "NVIDIA H200", recorded="cpu")
+
+
+@pytest.mark.parametrize(("gib", "cores", "lanes"), [(139, 16, 8), (24, 16, 3), (139, 4, 4), (4, 1, 1)])
+def test_one_gpu_trains_as_many_runs_as_it_and_the_cores_carry(plan_with, monkeypatch, tmp_path, gib, cores, lanes):
+    plan = plan_with(preset="demo")
+    module = "llava.compare.planned."
+    monkeypatch.setenv("NUM_GPUS", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(f"{module}card", lambda: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(f"{module}available_cores", lambda: cores)
+    monkeypatch.setattr(f"{module}runs_at_once", min)
+    study = Planned(plan.preset, plan.arms, plan.seeds, tmp_path, plan=plan)
+    assert study.places() == [{"CUDA_VISIBLE_DEVICES": "0", "NUM_GPUS": "1"}] * lanes
+
+
 def test_half_a_seed_and_damaged_records_are_refused(plan_with, tmp_path):
     plan = plan_with()
     record = simulated(plan)
