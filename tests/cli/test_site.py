@@ -28,6 +28,7 @@ FIRST = {
     "Table 2": "analysis",
     "learning rate": "norm",
     "LoRA": "models",
+    "续训": "first-hour.zh-CN",
 }
 """Questions, and the page that answers each."""
 LOWERED = {"api", "changelog", "source"}
