@@ -12,9 +12,7 @@ import argparse
 import contextlib
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +23,11 @@ from torch import nn
 from llava.analysis import measure, samples
 from llava.analysis.measure import Values
 from llava.analysis.output import TableRow, draw_rows, figure, write_result
-from llava.analysis.probe import TEXT_AFTER, VISUAL, WHOLE, Area, Batch, Probe
+from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Probe
 from llava.utils.presentation import import_pyplot
 
-SHOWN = 5
+SHOWN, LONGEST = 5, 512
+"""Pictures in the figure, and pixels of the longer side of a picture under a map."""
 COLOUR_MAP, OPACITY = "inferno", 0.65
 COLUMNS = {
     "share": "visual share of attention",
@@ -48,28 +47,26 @@ SHAPE_INPUTS |= {"gemma4": "image_position_ids"}
 """The model input that says how large the picture is, by model_type, for the families whose visual tokens are places of
 the picture, row by row. A family that is not here has no map."""
 
+PIXELS = ("images", "pixel_values")
+"""Inputs of pixels [..., channels, rows, columns]; `images` is our checkpoints'."""
 
-class NoMap(ValueError):
-    """A picture's visual tokens have no known places in it; the message says why."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser)
-    looking = "the tokens that look: all text after the picture, or the last one, which answers"
-    parser.add_argument("--query", choices=("question", "last"), default="question", help=looking)
+add_arguments = measure.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table, the heatmaps, and the profiles' figure."""
     models, drawn = measure.begin(args)
-    look = partial(look_of, query=args.query)
-    results = {m.name: measure.per_sample("attention", m, drawn, args, look, flags=("query",)) for m in models}
+    results = {model.name: measure.per_sample("attention", model, drawn, args, look_of) for model in models}
     layers = [
         {"model": name, "layer": layer} | cells(pictures, layer)
         for name, pictures in results.items()
         for layer in range(len(pictures[0]["share"]))
     ]
-    write_result(args, [table_row(name, pictures) for name, pictures in results.items()])
+    table = []
+    for name, pictures in results.items():
+        mapped = sum(bool(picture["map"].size) for picture in pictures)
+        table.append({"model": name, "samples": len(pictures), "with a map": mapped} | cells(pictures))
+    write_result(args, table)
     write_result(args, layers, name=f"{args.command}-layers", show=False)
     for name in results:
         if without := [row["layer"] for row in layers if row["model"] == name and COLUMNS["share"] not in row]:
@@ -78,13 +75,11 @@ def run(args: argparse.Namespace) -> None:
     draw_rows(args, layers, "layer", {column: {} for column in COLUMNS.values()}, name=f"{args.command}-profiles")
 
 
-def look_of(probe: Probe, sample: samples.PicturePrompt, query: str) -> Values:
-    """What `attention_of` says of one sample."""
+def look_of(probe: Probe, sample: samples.PicturePrompt) -> Values:
+    """What `attention_of` says of the text after one sample's picture, which alone can see it."""
     batch = probe.prepare(sample)
-    asking = probe.groups(batch)[0].cpu() == TEXT_AFTER  # which alone can see the picture
-    if query == "last":
-        asking = torch.arange(len(asking)) == len(asking) - 1
-    return attention_of(probe, batch, asking, f"{probe.name}, {sample.name}: no layer lets the query {query!r}")
+    asking = probe.groups(batch)[0].cpu() == TEXT_AFTER
+    return attention_of(probe, batch, asking, sample.image, f"{probe.name}, {sample.name}: no layer lets the question")
 
 
 # --- one picture ------------------------------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ def watched(layers: Sequence[nn.Module], see: Callable[[int, torch.Tensor], None
             config._attn_implementation = implementation
 
 
-def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) -> Values:
+def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, picture: Image.Image, called: str) -> Values:
     """What the attention in a batch of one sample says.
 
     A token that a mask hides has a weight of exactly 0.
@@ -133,8 +128,8 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
         per layer [L], NaN where a layer has no attention: `share` of the visual tokens; `entropy` over them, divided by
         ln of how many the query may look at, so that 1 is uniform; `top`, the most seen one's share of the picture's
         attention; `uniform`, the visual tokens' share of the tokens that the query may look at. `map` [rows, columns],
-        the mean over layers and heads, summing to 1, empty where `no map` says why; `area`, of the picture that the map
-        covers.
+        the mean over layers and heads, summing to 1, empty where the tokens' places in the picture are not known;
+        `picture` [rows, columns] that the map covers, in grey.
 
     Raises:
         ValueError: no layer lets the tokens look at the picture, or no layer gives its attention.
@@ -162,12 +157,11 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, called: str) 
         raise ValueError(f"{probe.name}: no decoder layer gives its attention weights, so none can be measured")
     if not total.any():
         raise ValueError(f"{called} look at the picture")
-    try:
-        rows, columns = picture_grid(probe.model, batch, len(total))
-        heat, no_map = (total / total.sum()).view(rows, columns).numpy(), ""
-    except NoMap as error:
-        heat, no_map = np.empty((0, 0)), str(error)
-    return values | {"map": heat, "no map": np.array(no_map), "area": np.array(batch.area)}
+    grid = picture_grid(probe.model, batch.inputs, len(total))
+    if grid is None:
+        return values | {"map": np.empty((0, 0)), "picture": np.empty((0, 0), np.uint8)}
+    heat = (total / total.sum()).view(grid).numpy()
+    return values | {"map": heat, "picture": seen_picture(probe.model, batch.inputs, picture)}
 
 
 def shares(looks: torch.Tensor) -> tuple[float, float, float]:
@@ -186,48 +180,47 @@ def shares(looks: torch.Tensor) -> tuple[float, float, float]:
 # --- places in the picture --------------------------------------------------------------------------------------------
 
 
-def picture_grid(model: Any, batch: Batch, count: int) -> tuple[int, int]:
-    """Rows and columns of the `count` visual tokens of a batch of one sample, in the area that the encoder sees.
+def shape_input(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """The input that says how large the picture is; None where it is not known that tokens are places of the picture.
 
-    Raises NoMap: the places of the tokens are not known.
+    Tokens of several crops of a picture, or of tiles, are not.
     """
-    if not hasattr(model, "crop_rules"):
-        return visual_grid(model.config.model_type, batch.inputs, count)
-    rules, side = model.crop_rules(), model.crop_rules().tokens_per_side
-    if rules.is_anyres:
-        raise NoMap("this checkpoint cuts them into crops")
-    if not count == rules.tokens_per_crop == side**2:
-        raise NoMap(f"{count} visual tokens do not fill {side} rows and columns")
-    return side, side
+    if hasattr(model, "crop_rules"):
+        return None if model.crop_rules().is_anyres else "images"
+    model_type = model.config.model_type
+    # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.
+    return "image_sizes" if model_type == "llava" and "image_sizes" in inputs else SHAPE_INPUTS.get(model_type)
 
 
-def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple[int, int]:
+def picture_grid(model: Any, inputs: Mapping[str, Any], count: int) -> tuple[int, int] | None:
     """Rows and columns of one picture's visual tokens, from the shape that the processor gave the picture.
 
     Args:
         inputs: of the model, for one sample.
         count: of its visual tokens.
-
-    Raises:
-        NoMap: the tokens form no single grid that is known.
     """
-    if model_type not in SHAPE_INPUTS:
-        raise NoMap(f"it is not known here where the visual tokens of {model_type} lie in a picture")
-    # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.
-    name = "image_sizes" if model_type == "llava" and "image_sizes" in inputs else SHAPE_INPUTS[model_type]
-    shapes = _shapes(name, inputs[name])
-    if len(shapes) > 1:
-        raise NoMap(f"{model_type} cuts them into tiles")
-    rows, columns = shapes[0]
-    for side in range(math.isqrt(rows * columns // count), 0, -1):  # of a token, in patches or pixels
-        if (rows // side) * (columns // side) == count:
-            return rows // side, columns // side
-    raise NoMap(f"{count} visual tokens do not fill the {rows} x {columns} of {name}")
+    if (name := shape_input(model, inputs)) is None:
+        return None
+    (rows, columns), *tiles = _shapes(name, inputs[name])
+    sides = [] if tiles else range(math.isqrt(rows * columns // count), 0, -1)  # of a token, in patches or pixels
+    grids = [(rows // side, columns // side) for side in sides]
+    return next((grid for grid in grids if math.prod(grid) == count), None)
+
+
+def seen_picture(model: Any, inputs: Mapping[str, Any], picture: Image.Image) -> np.ndarray:
+    """The picture in grey [rows, columns], as the encoder sees it: a processor may pad, squeeze or crop it."""
+    name, grey = shape_input(model, inputs), picture.convert("L")
+    if name in PIXELS:
+        pixels = inputs[name].float().cpu().flatten(0, -4)[0].mean(dim=0)
+        low, high = pixels.aminmax()
+        grey = Image.fromarray((255 * (pixels - low) / (high - low).clamp(min=1e-6)).round().byte().numpy())
+    grey.thumbnail((LONGEST, LONGEST))
+    return np.asarray(grey)
 
 
 def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
     """Rows and columns of each picture, or of each tile or frame of one, that a model input tells."""
-    if name == "pixel_values":  # [..., channels, rows, columns]
+    if name in PIXELS:
         return [(value.shape[-2], value.shape[-1])] * math.prod(value.shape[:-3])
     if name == "image_position_ids":  # [pictures, patches, 2], x before y, -1 at padding
         return [(1 + int(places[:, 1].max()), 1 + int(places[:, 0].max())) for places in value]
@@ -235,12 +228,6 @@ def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
 
 
 # --- tables and figures -----------------------------------------------------------------------------------------------
-
-
-def table_row(name: str, pictures: list[Values]) -> TableRow:
-    """Statistics over samples and layers."""
-    mapped = sum(bool(picture["map"].size) for picture in pictures)
-    return {"model": name, "samples": len(pictures), "with a map": mapped} | cells(pictures)
 
 
 def cells(pictures: list[Values], layer: int | None = None) -> TableRow:
@@ -257,15 +244,10 @@ def cells(pictures: list[Values], layer: int | None = None) -> TableRow:
 
 
 def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[str, list[Values]]) -> None:
-    """Draws the first pictures that have a map of every model that gives any, and prints what has none.
+    """Draws the first pictures that have a map of every model that gives any; the table counts them.
 
     One column per sample: the picture, then a row per model in the given order; one colour scale per column.
     """
-    for name, pictures in results.items():
-        reasons = Counter(str(picture["no map"]) for picture in pictures if not picture["map"].size)
-        if reasons:
-            why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
-            print(f"{name}: no map of {reasons.total()} of {len(pictures)} pictures: {why}")
     gridded = {name: pictures for name, pictures in results.items() if any(p["map"].size for p in pictures)}
     of_all = enumerate(zip(*gridded.values(), strict=True))
     shown = [index for index, pictures in of_all if all(picture["map"].size for picture in pictures)][:SHOWN]
@@ -280,7 +262,7 @@ def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[st
             axes[0, column].set_title("\n".join(textwrap.wrap(sample.prompt, 26, max_lines=2)), fontsize=9)
             most = max(pictures[index]["map"].max() for pictures in gridded.values())
             for axis, (model, pictures) in zip(axes[1:, column], gridded.items(), strict=True):
-                axis.imshow(overlaid(sample.image, pictures[index]["map"], most, pictures[index]["area"]))
+                axis.imshow(overlaid(pictures[index]["picture"], pictures[index]["map"], most))
                 axis.set_ylabel(model if column == 0 else "")
         for axis in axes.flat:
             axis.set(xticks=[], yticks=[])
@@ -288,21 +270,18 @@ def draw_maps(args: argparse.Namespace, drawn: samples.Samples, results: dict[st
         made.supxlabel("brightness: share of the picture's attention, from 0 to the most in the column", fontsize=9)
 
 
-def overlaid(picture: Image.Image, heat: np.ndarray, most: float, area: Area = WHOLE) -> Image.Image:
-    """The picture in grey under its heatmap, in RGB and its own size; what the encoder does not see stays grey.
+def overlaid(picture: np.ndarray, heat: np.ndarray, most: float) -> Image.Image:
+    """A picture under its heatmap, in RGB and its own size.
 
     Args:
+        picture: in grey [rows, columns] of 8 bits.
         heat: each place's share of the attention [rows, columns].
         most: the share that gets the brightest colour.
-        area: of the picture, which the heatmap covers; margins are cut off.
     """
     import_pyplot()  # says how to install it
     from matplotlib import colormaps
 
     colours = colormaps[COLOUR_MAP](heat / most)[:, :, :3]
-    grey = picture.convert("L").point(lambda value: (value + 200) * 255 / 500).convert("RGB")  # neither black nor white
-    left, top, right, bottom = (round(part * side) for part, side in zip(area, picture.size * 2, strict=True))
-    size = max(1, right - left), max(1, bottom - top)
-    above = grey.copy()
-    above.paste(Image.fromarray(np.uint8(255 * colours)).resize(size, Image.Resampling.NEAREST), (left, top))
+    grey = Image.fromarray(picture).point(lambda value: (value + 200) * 255 / 500).convert("RGB")  # no black, no white
+    above = Image.fromarray(np.uint8(255 * colours)).resize(grey.size, Image.Resampling.NEAREST)
     return Image.blend(grey, above, OPACITY)

@@ -67,7 +67,5 @@ def required_models(models: list[NamedModel]) -> list[NamedModel]:
     names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(
-            f"--model: {', '.join(twice)} names two models; give each its own name, as in --model aligned=PATH"
-        )
+        raise ValueError(f"--model: {', '.join(twice)} names two models; name each, as in --model aligned=PATH")
     return models

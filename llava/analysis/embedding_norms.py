@@ -56,10 +56,13 @@ def run(args: argparse.Namespace) -> None:
     papers = [[paper_of(table, model) for model in args.models] for table in (PAPER_NORMS, PAPER_TOKENS)]
     write_result(args, [with_paper(table_row(norms), paper) for norms, paper in zip(models, papers[0], strict=True)])
     write_result(args, token_rows(models, args.top, papers[1]), name="embedding-norms-tokens")
-    edges = np.linspace(0, 1.1 * max(float(np.percentile(model.norms, 99.9)) for model in models), 121)
-    shown = {model.name: np.clip(model.norms, 0, edges[-1]) for model in models}
+    edges, bins = np.linspace(0, 1.1 * max(float(np.percentile(model.norms, 99.9)) for model in models), 121), []
+    for model in models:
+        shares = 100 * np.histogram(np.clip(model.norms, 0, edges[-1]), edges)[0] / len(model.norms)
+        pairs = zip(edges[:-1], shares, strict=True)
+        bins += [{"model": model.name, "norm": edge, "share": share} for edge, share in pairs]
     axes = {"xlabel": "L2 norm of a token's embedding", "ylabel": "share of the vocabulary (%)"}
-    draw_rows(args, histogram(shown, edges), "norm", {"share": axes})
+    draw_rows(args, bins, "norm", {"share": axes})
 
 
 def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
@@ -130,12 +133,3 @@ def paper_of(table: Mapping[str, dict[str, Any]], model: NamedModel) -> dict[str
     """The entry for the model in a table of the paper's numbers, by the last part of its path; None without one."""
     base = Path(model.path).name.lower()
     return next((entry for key, entry in table.items() if re.search(key, base)), None)
-
-
-def histogram(names: Mapping[str, np.ndarray], edges: np.ndarray) -> list[TableRow]:
-    """The share of each array's norms (%) in the bins between `edges`, as rows of a figure; a bin has its left edge."""
-    return [
-        {"model": name, "norm": float(edge), "share": float(share)}
-        for name, norms in names.items()
-        for edge, share in zip(edges[:-1], 100 * np.histogram(norms, edges)[0] / len(norms), strict=True)
-    ]

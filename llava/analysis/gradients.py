@@ -52,9 +52,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.Namespace) -> Arms:
-    """Every arm's gradients. Raises ValueError: the samples have no answers."""
+    """Every arm's gradients. Raises ValueError: the samples have no answers, or the model no vision tower."""
     assistant = models.load_ours(named, args)
     model = assistant.model
+    if model.get_vision_tower() is None:
+        raise ValueError(f"--model {named.path}: gradients needs one of our checkpoints with a vision tower")
     model.requires_grad_(False).train()
     batch, labels = training_batch(drawn, assistant)
     bare = model.get_model().mm_projector
@@ -70,9 +72,7 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
-    pictures = []
     for sample in examples:
-        pictures.append(sample.image)
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         captions = is_captioner(assistant.template)
@@ -82,7 +82,7 @@ def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assista
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
-    batch = models.our_batch(assistant.model, ids, pictures, assistant.image_processor)
+    batch = models.our_batch(assistant.model, ids, [s.image for s in examples], assistant.image_processor)
     return batch, targets.to(assistant.model.device)
 
 

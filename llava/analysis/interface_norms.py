@@ -12,25 +12,17 @@ import numpy as np
 
 from llava.analysis import measure, models, samples
 from llava.analysis.commands import NamedModel, required_models
-from llava.analysis.embedding_norms import histogram, paper_of, read_embedding_norms
+from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.measure import TEXT_GROUPS
 from llava.analysis.output import TableRow, draw_rows, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.weights import WeightFiles
 from llava.families import family_of
-from llava.utils.presentation import SPECIAL_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"
 TABLE, VOCABULARY = "text embedding matrix", "visual vocabulary"
 SINKLESS = ", without sinks"
-STYLES = {
-    FEATURES: {"color": SPECIAL_COLOUR},
-    ENTERING: {"color": VISUAL_COLOUR},
-    VOCABULARY: {"color": VISUAL_COLOUR, "linestyle": "--"},
-    TABLE: {"color": TEXT_COLOUR, "linestyle": "--"},
-    TEXT_IN: {"color": TEXT_COLOUR},
-}
 
 Norms = dict[str, np.ndarray]
 """One model's norms by the kind of token."""
@@ -54,23 +46,18 @@ PAPER = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_arguments(parser)
-    parser.add_argument(
-        "--vision-layer",
-        type=int,
-        default=-2,
-        help="hidden state to take of an encoder on its own; LLaVA takes -2; of MoonViT its result is taken",
-    )
+    layer = "hidden state to take of an encoder on its own; LLaVA takes -2; of MoonViT its result is taken"
+    parser.add_argument("--vision-layer", type=int, default=-2, help=layer)
     parser.add_argument("--embedding-name", help="the tensor of text embeddings (default: by the families' names)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table and the figure."""
-    for model in required_models(args.models):
-        models.check(model, args)
     drawn = cache(lambda: samples.choose(args))  # language models alone need no samples
-    measured = {model: norms_of(model, args, drawn) for model in args.models}
-    write_result(args, [row for model, norms in measured.items() for row in table_rows(model, norms)])
-    draw(args, {model.name: norms for model, norms in measured.items()})
+    measured = {model: norms_of(model, args, drawn) for model in required_models(args.models)}
+    rows = [row for model, norms in measured.items() for row in table_rows(model, norms)]
+    write_result(args, rows)
+    draw_rows(args, rows, "norms of", {"p50": {"ylabel": "median L2 norm", "yscale": "log"}}, figsize=(6.5, 6.5))
 
 
 def norms_of(model: NamedModel, args: argparse.Namespace, drawn: Callable[[], samples.Samples]) -> Norms:
@@ -103,8 +90,8 @@ def encoder_norms(model: NamedModel, drawn: samples.Samples, args: argparse.Name
         measure.refuse_nonfinite(model.name, values)
         return values
 
-    load = models.load_encoder
-    parts = measure.per_sample("encoder", model, drawn, args, measured, load=load, flags=("vision_layer",))
+    what = f"encoder{args.vision_layer}"
+    parts = measure.per_sample(what, model, drawn, args, measured, load=models.load_encoder)
     return np.concatenate([part[FEATURES] for part in parts]).astype(np.float64)
 
 
@@ -128,17 +115,3 @@ def table_rows(model: NamedModel, norms: Norms) -> list[TableRow]:
         numbers = {name: value for name, value in printed if value is not None}
         rows.append(with_paper({"model": model.name, "norms of": what} | measure.summary(values), numbers))
     return rows
-
-
-def draw(args: argparse.Namespace, measured: dict[str, Norms]) -> None:
-    """A column per model on a common logarithmic axis: how its tokens' norms are distributed."""
-    shown = [norms[what] for norms in measured.values() for what in STYLES if what in norms]
-    high = max(float(np.percentile(norms, 99)) for norms in shown) * 1.5
-    low = max(min(float(np.percentile(norms, 1)) for norms in shown) / 1.5, high / 1e6)
-    rows = [
-        row | {"tokens": row["model"], "model": name}
-        for name, norms in measured.items()
-        for row in histogram({what: norms[what] for what in STYLES if what in norms}, np.geomspace(low, high, 120))
-    ]
-    axes = {"xscale": "log", "xlabel": "L2 norm", "ylabel": "share of tokens (%)"}
-    draw_rows(args, rows, "norm", {"share": axes}, "tokens", "model", STYLES, sharex=True)

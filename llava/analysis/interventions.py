@@ -8,7 +8,7 @@ Shapes: S sequence, C vocabulary.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,29 +57,23 @@ def outcomes_of(probe: Probe, sample: PicturePrompt, alphas: Sequence[float] = A
 
     Raises ValueError: the sample has no text that enters beside its picture.
     """
-    runs = interventions(probe, sample, alphas)
-    _, untouched = first = next(runs)
-    if not math.isfinite(untouched[1]["text norm"]):
-        raise ValueError(f"{probe.name}, {sample.name}: no text enters beside the picture, so there is no text norm")
-    outcomes = [compare(name, untouched, other) for name, other in (first, *runs)]
-    return {name: np.array([outcome[name] for outcome in outcomes]) for name in outcomes[0]}
-
-
-def interventions(probe: Probe, sample: PicturePrompt, alphas: Sequence[float]) -> Iterator[tuple[str, Run]]:
-    """The untouched run of a sample, and every run that is compared with it, by name."""
     batch = probe.prepare(sample)
     untouched = run_of(probe, batch)
-    yield UNTOUCHED, untouched
-    for alpha in alphas:
-        yield f"alpha {alpha:g}", run_of(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
-    yield TEXT_NORM, run_of(probe, batch, at_visual(lambda x: untouched[1]["text norm"] * F.normalize(x, dim=-1)))
-    blank = sample._replace(image=Image.new("RGB", sample.image.size, GREY))
-    yield BLANK, run_of(probe, probe.prepare(blank))
+    if not math.isfinite(text_norm := untouched[1]["text norm"]):
+        raise ValueError(f"{probe.name}, {sample.name}: no text enters beside the picture, so there is no text norm")
+    changes = {f"alpha {alpha:g}": lambda tokens, alpha=alpha: alpha * tokens for alpha in alphas}
+    changes[TEXT_NORM] = lambda tokens: text_norm * F.normalize(tokens, dim=-1)
+    runs = {UNTOUCHED: untouched}
+    runs |= {name: run_of(probe, batch, at_visual(change)) for name, change in changes.items()}
+    runs[BLANK] = run_of(probe, probe.prepare(sample._replace(image=Image.new("RGB", sample.image.size, GREY))))
     try:
         text_only = probe.prepare(sample._replace(image=None))
-    except (ValueError, TypeError):  # its processor makes no inputs without a picture (GOT-OCR)
-        return
-    yield TEXT_ONLY, run_of(probe, text_only)
+    except (ValueError, TypeError):
+        text_only = None  # some processors make no inputs without a picture (GOT-OCR)
+    if text_only is not None:
+        runs[TEXT_ONLY] = run_of(probe, text_only)
+    outcomes = [compare(name, untouched, run) for name, run in runs.items()]
+    return {name: np.array([outcome[name] for outcome in outcomes]) for name in outcomes[0]}
 
 
 def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:

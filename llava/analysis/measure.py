@@ -25,7 +25,7 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from zipfile import BadZipFile
 
@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser, default: int = 40) -> None:
 
 
 def begin(args: argparse.Namespace) -> tuple[list[NamedModel], Samples]:
-    """The models, each checked as far as its config tells (see `models.check`), and the samples to run them on."""
+    """The models, each of which has a config, and the samples to run them on."""
     for model in required_models(args.models):
-        models.check(model, args)
+        models.config_fields(model.path, args.trust_remote_code)
     return args.models, samples.choose(args)
 
 
@@ -74,17 +74,15 @@ def per_sample(
     values_of: Callable[[Any, PicturePrompt], Values],
     *,
     load: Callable[[NamedModel, argparse.Namespace], Any] | None = None,
-    flags: Sequence[str] = (),
 ) -> list[Values]:
     """The values of every sample of a measurement; measures those that `--output-dir` does not have.
 
     Args:
-        what: is measured; begins the folder's name.
+        what: is measured, with the settings that this measurement alone has; begins the folder's name.
         values_of: makes values of what `load` gives and of one sample.
         load: loads the model, only if there is something to measure; `models.load` where None.
-        flags: those of the command that decide a result.
     """
-    folder = args.output_dir / FOLDER / _name(what, named, drawn, args, flags)
+    folder = args.output_dir / FOLDER / _name(what, named, drawn, args)
     files = [folder / f"{index}.npz" for index in range(len(drawn))]
     there = {file for file in files if file.is_file()}
     if there:
@@ -104,9 +102,9 @@ def per_sample(
             except (OSError, EOFError, ValueError, BadZipFile) as error:
                 raise ValueError(f"{file}: damaged ({error}); delete it") from error
             bar.update()
-    if loaded is not None and _name(what, named, drawn, args, flags) != folder.name:
+    if loaded is not None and _name(what, named, drawn, args) != folder.name:
         shutil.rmtree(folder)
-        raise ValueError(f"{named.name}: weights or samples changed while they were measured; rerun the same command")
+        raise ValueError(f"{named.name}: weights changed while they were measured; rerun the same command")
     return measured
 
 
@@ -117,14 +115,14 @@ def refuse_nonfinite(model: str, values: Values) -> None:
             raise ValueError(f"{model}: {bad} of {numbers.size} measured values ({name}) are NaN or infinite")
 
 
-def _name(what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace, flags: Sequence[str]) -> str:
+def _name(what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace) -> str:
     settings = {
         "weights": revision(named.path),
         "base": revision(args.model_base) if args.model_base else None,
         "samples": drawn.content(),
         "placement": models.placement(args),
         "made by": made_by(ANALYSIS),
-        "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, *flags)},
+        "flags": {name: str(getattr(args, name)) for name in _LOADING_FLAGS},
     }
     return f"{what}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}"
 

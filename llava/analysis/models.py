@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 from transformers.utils import is_torchvision_available
 
-from llava.analysis.commands import COMMANDS, OURS, NamedModel
-from llava.analysis.probe import WHOLE, Area, Batch, Probe
+from llava.analysis.commands import NamedModel
+from llava.analysis.probe import Batch, Probe
 from llava.analysis.remote_code import load_remote
 from llava.analysis.samples import PicturePrompt
 from llava.asking import Assistant, is_captioner, load_assistant
@@ -64,33 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-token-id", type=int, help="token id at visual positions")
 
 
-def check(model: NamedModel, args: argparse.Namespace) -> None:
-    """Refuses a model that the command cannot measure, as far as its config tells.
-
-    Raises:
-        ValueError: no config, a family that has no visual tokens, a missing `--model-base`, code that may not run, or
-            not one of this tree's checkpoints where the command needs one.
-    """
-    fields = config_fields(model.path, args.trust_remote_code)
-    refuse(fields, f"--model {model.path}")
-    base_of(model.path, args)
-    if family_of(fields["model_type"]).own_code:
-        requires_trust(model.path, args.trust_remote_code)
-    if args.command == "interface-norms":  # reads encoders and language models too
-        return
-    if not sees(fields, args):
-        raise ValueError(
-            f"--model {model.path}: has no visual tokens; transformers {transformers.__version__} has no "
-            f"image-text-to-text class for {fields['model_type']}; if its own code has one, name its projector by "
-            "--projector-path"
-        )
-    if COMMANDS[args.command].models == OURS and not (is_ours(fields) and fields.get("mm_vision_tower")):
-        raise ValueError(
-            f"--model {model.path}: {args.command} needs one of our checkpoints with a vision tower (llava_llama, "
-            f"llava_qwen), found a {fields['model_type']}"
-        )
-
-
 def load(model: NamedModel, args: argparse.Namespace) -> Probe:
     """The probe of a model that sees pictures, in eval mode.
 
@@ -98,11 +71,17 @@ def load(model: NamedModel, args: argparse.Namespace) -> Probe:
         args: with the flags of `add_arguments`.
 
     Raises:
-        ValueError, OSError: no such model, or a part of it is not found; says how to name it.
+        ValueError, OSError: no such model, it has no visual tokens, or a part of it is not found; says how to name it.
     """
     fields = config_fields(model.path, args.trust_remote_code)
+    refuse(fields, f"--model {model.path}")
     if is_ours(fields):
         return _load_ours(model, args)
+    if not sees(fields, args):
+        raise ValueError(
+            f"--model {model.path}: has no visual tokens: transformers {transformers.__version__} has no class for "
+            f"{fields['model_type']} that sees; if its own code has one, name its projector by --projector-path"
+        )
     paths = {"layers": args.layers_path, "projector": args.projector_path, "vision": args.vision_path}
     return _load_library(model, family_of(fields["model_type"], **paths), args)
 
@@ -224,10 +203,7 @@ def our_batch(
         inputs["images"] = pixels.to(device) if torch.is_tensor(pixels) else [crops.to(device) for crops in pixels]
         inputs |= {"image_sizes": [picture.size for picture in pictures]} if rules.is_anyres else {}
     spliced, spliced_mask = padded(expanded)
-    area = WHOLE
-    if len(pictures) == 1 and not rules.is_anyres:
-        area = seen_area(image_processor, pictures[0].size, rules.aspect_ratio == "pad")
-    return Batch(inputs, spliced.to(device), spliced_mask.to(device), area)
+    return Batch(inputs, spliced.to(device), spliced_mask.to(device))
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,30 +316,9 @@ def library_inputs(
         inputs = make(text=[text], **options)
         inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items() if k != "labels"}
         inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
-        area = WHOLE if picture is None else seen_area(processor.image_processor, picture.size)
-        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool(), area)
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
 
     return prepare
-
-
-def seen_area(image_processor: Any, size: tuple[int, int], pads: bool = False) -> Area:
-    """The area of a picture of width and height `size` that the encoder's grid of patches covers.
-
-    Args:
-        image_processor: of transformers, which may pad the picture, and take a crop of its middle.
-        pads: the picture is padded to a square before the processor gets it.
-    """
-    if pads or (getattr(image_processor, "do_pad", False) and hasattr(image_processor, "pad_to_square")):
-        seen = (max(size), max(size))
-    else:
-        seen = size
-    if getattr(image_processor, "do_center_crop", False):
-        crop, scaled = image_processor.crop_size, image_processor.size
-        short = scaled.get("shortest_edge")
-        across, along = [short / min(seen)] * 2 if short else (scaled["width"] / seen[0], scaled["height"] / seen[1])
-        seen = crop["width"] / across, crop["height"] / along
-    left, top = ((1 - part / length) / 2 for part, length in zip(seen, size, strict=True))
-    return left, top, 1 - left, 1 - top
 
 
 def chat(sample: PicturePrompt) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.weights import WeightFiles
 from llava.families import PROJECTOR_NAMES
-from llava.utils.progress import progress
 
 PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
 """Names of modules between encoder and LLM; those that `families` does not know are read here alone."""
@@ -27,10 +26,7 @@ PAPER_ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--norm-name",
-        help="parameter prefix of the norm, such as model.mm_projector.3 (default: the norms of the projector)",
-    )
+    """It has the shared flags alone."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,16 +36,14 @@ def run(args: argparse.Namespace) -> None:
     """
     rows, without = [], []
     folders = [(model, folder) for model in required_models(args.models) for folder in checkpoints(model.path)]
-    for model, folder in progress(folders, "reading norms", "checkpoints", hidden=len(folders) < 5):
-        own = table_rows(model, folder, args.norm_name)
+    for model, folder in folders:
+        own = table_rows(model, folder)
         rows += own
         without += [] if own else [folder]
     if without:
         print(f"no norm in the projector, so no row: {', '.join(without)}")
     if not rows:
-        raise ValueError(
-            "none of the given models has a norm in its projector; if it has another name, give it by --norm-name"
-        )
+        raise ValueError("none of the given models has a norm in its projector")
     write_result(args, rows + list(PAPER_ROWS))
     titles = {"gain L2": {"title": "gain, L2 norm"}, "gain mean |.|": {"title": "gain, mean of |g|"}}
     draw_rows(args, rows, "step", titles | {"bias mean |.|": {"title": "bias, mean of |b|"}})
@@ -63,17 +57,13 @@ def checkpoints(path: str) -> list[str]:
     return [*folders, path] if has_weights or not folders else folders
 
 
-def table_rows(model: NamedModel, folder: str, norm_name: str | None = None) -> list[TableRow]:
+def table_rows(model: NamedModel, folder: str) -> list[TableRow]:
     """Table 5's numbers of one checkpoint, in fp64, a row per norm; none where its projector has no norm.
 
-    Raises:
-        FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
-        ValueError: `norm_name` is given and not there.
+    Raises FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
     """
     files, config = WeightFiles(folder), _read_json(Path(folder, "config.json"))
-    if norm_name and f"{norm_name}.weight" not in files.names:
-        raise ValueError(f"--norm-name {norm_name}: {folder} has no tensor {norm_name}.weight")
-    prefixes, rows = [norm_name] if norm_name else find_norms(files), []
+    prefixes, rows = find_norms(files), []
     for prefix in prefixes:
         gain = files.read(f"{prefix}.weight").double()
         bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None

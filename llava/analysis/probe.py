@@ -28,9 +28,6 @@ COMPARED = 256
 """Number of visual positions whose values are looked up among the projector's rows."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Area = tuple[float, float, float, float]
-"""Left, top, right and bottom in widths and heights of a picture; below 0 and above 1 are margins."""
-WHOLE: Area = (0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass
@@ -41,13 +38,11 @@ class Batch:
         inputs: keyword arguments of the model's forward.
         input_ids: [B, S] as the LLM sees them, with the image token's id at every visual position.
         mask: [B, S] bool, False at padding.
-        area: of the only sample's picture that the encoder sees.
     """
 
     inputs: dict[str, Any]
     input_ids: torch.Tensor
     mask: torch.Tensor
-    area: Area = WHOLE
 
 
 @dataclass
@@ -201,8 +196,7 @@ class Probe:
             part, flag = ("projector", "projector") if width is None else ("vision encoder", "vision")
             fault, remedy = f"its {part} never ran", f"name the one that does by --{flag}-path"
         elif width is not None and not visual:
-            token_id = self.parts.image_token_id
-            fault = f"the projector ran, but no position of the input holds the image token {token_id}"
+            fault = f"the projector ran, but no position of the input holds the image token {self.parts.image_token_id}"
             remedy = "name its id by --image-token-id"
         else:
             return

@@ -25,15 +25,12 @@ from llava.data.mixture import MIXTURES
 from llava.data.parquet_files import read_rows, turn_columns
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.utils.commands import whole
-from llava.utils.digests import bytes_digest
-from llava.utils.pixels import to_rgb
+from llava.utils.pixels import exif_orientation, to_rgb
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
-NAME = "name of the sample"
-"""The field of a record that was made here, where others have an id."""
 SHOWN = 10
 
 
@@ -45,67 +42,64 @@ class PicturePrompt(NamedTuple):
     prompt: str
     answer: str | None = None
 
+    def digest(self) -> str:
+        """Of everything that decides a value: words, pixels and orientation."""
+        words = f"{self.prompt!r} {self.answer!r} {self.image.size} {exif_orientation(self.image)}"
+        return hashlib.sha256(words.encode() + self.image.tobytes()).hexdigest()
+
 
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     """The flags that choose the samples, besides `--data` and `--seed`."""
-    parser.add_argument(
-        "--samples", type=whole(1), default=samples, help="number of samples, drawn at random; the paper takes 1000"
-    )
-    parser.add_argument(
-        "--image-folder",
-        type=Path,
-        help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
-    )
+    number = "number of samples, drawn at random; the paper takes 1000"
+    parser.add_argument("--samples", type=whole(1), default=samples, help=number)
+    folder = "folder or zip file of the pictures of LLaVA records (default: images/ beside them)"
+    parser.add_argument("--image-folder", type=Path, help=folder)
     parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
 
 
 class Source(NamedTuple):
-    """One of the collections: its name in messages, records, where their pictures are, and what identifies them.
+    """One of the collections: its name in messages, records, where their pictures are, and how many each record has.
 
-    `pictures` is how many each record has; None where it is malformed.
+    `pictures` is None where a record is malformed.
     """
 
     name: str
     records: Sequence[Record]
     store: ImageStore
-    key: str
     pictures: Sequence[int | None]
 
     def sample(self, number: int) -> PicturePrompt:
         """The sample of a record. Raises ValueError: its picture or its question is missing or cannot be read."""
         record = self.records[number]
-        name = record.get(NAME) or record_name(record, number)
-        place = ", ".join(filter(None, (self.name, name)))
+        name = record_name(record, number)
         prompt, answer = first_turns(record["conversations"])
         if prompt is None:
-            raise ValueError(f"--data {place}: its question is null")
+            raise ValueError(f"--data {self.name}, {name}: its question is null")
         try:
             return PicturePrompt(name, to_rgb(self.store.open(record_images(record)[0])), prompt, answer)
         except ImageError as error:
-            raise ValueError(f"--data {place}: {error}") from error
+            raise ValueError(f"--data {self.name}, {name}: {error}") from error
 
 
 class Samples(Sequence[PicturePrompt]):
-    """The chosen samples, a source and a record's index each, read when asked for."""
+    """The chosen samples, a source, a record's index and a digest each, read when asked for."""
 
-    def __init__(self, chosen: Sequence[tuple[Source, int]]):
+    def __init__(self, chosen: Sequence[tuple[Source, int, str]]):
         self.chosen = chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> PicturePrompt:
-        source, number = self.chosen[index]
-        return source.sample(number)
+        source, number, digest = self.chosen[index]
+        sample = source.sample(number)
+        if sample.digest() != digest:
+            raise ValueError(f"--data {sample.name}: the sample changed while it was measured; rerun the same command")
+        return sample
 
     def content(self) -> str:
-        """A digest of the samples themselves: records, prompts and pictures by all their bytes."""
-        digest = hashlib.sha256()
-        for source in {id(source): source for source, _ in self.chosen}.values():
-            numbers = [number for of, number in self.chosen if of is source]
-            shown = source.store.content(record_images(source.records[number])[0] for number in numbers)
-            digest.update(f"{source.key} {shown} {numbers} ".encode())
-        return digest.hexdigest()[:16]
+        """A digest of the samples themselves, wherever they are."""
+        return hashlib.sha256(" ".join(digest for *_, digest in self.chosen).encode()).hexdigest()[:16]
 
 
 def choose(args: argparse.Namespace) -> Samples:
@@ -128,11 +122,9 @@ def choose(args: argparse.Namespace) -> Samples:
     chosen, unreadable = [], []
     for source, index in every[: args.samples]:
         try:
-            source.sample(index)
+            chosen.append((source, index, source.sample(index).digest()))
         except ValueError as error:
             unreadable.append(str(error))
-        else:
-            chosen.append((source, index))
     reasons = {"without a picture": counts.count(0), "malformed": counts.count(None)}
     reasons["with several"] = len(counts) - len(every) - sum(reasons.values())
     reasons["that cannot be read"] = len(unreadable)
@@ -165,15 +157,14 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
         except pa.ArrowException as error:
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
         store = ImageStore(None, setting="--data")
-        key = f"{[bytes_digest(shard) for shard in shards]}"
-        return Source("", rows, store, key, [len(record_images(row)) for row in rows])
+        return Source(str(path), rows, store, [len(record_images(row)) for row in rows])
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if not files:
             raise DataError(path, "the folder holds neither pictures nor Parquet files")
         records = [record_of(file, file, args.prompt) for file in files]
         store = ImageStore(path, setting="--data")
-        return Source(str(path), records, store, f"{args.prompt} {files}", [1] * len(files))
+        return Source(str(path), records, store, [1] * len(files))
     expected = "a folder, .json, .jsonl, .parquet, .yaml"
     raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
 
@@ -188,13 +179,13 @@ def _records(path: Path, args: argparse.Namespace) -> Source:
     for i in sorted(malformed)[:SHOWN]:
         print(f"--data {records.named(i)}: {records.problem(i).message}", file=sys.stderr)
     pictures = [None if i in malformed else len(record_images(records[i])) for i in range(len(records))]
-    return Source(str(path), records, store, records.key, pictures)
+    return Source(str(path), records, store, pictures)
 
 
 def record_of(name: str, image: Any, prompt: str | None, answer: str | None = None) -> Record:
     """A record of one picture and one question."""
     turns = [{"from": "human", "value": prompt}] + ([] if answer is None else [{"from": "gpt", "value": answer}])
-    return {NAME: name, "image": image, "conversations": turns}
+    return {"id": name, "image": image, "conversations": turns}
 
 
 def first_turns(conversations: list[dict[str, Any]]) -> tuple[str | None, str | None]:
@@ -214,7 +205,7 @@ def _benchmark_rows(shard: Path) -> list[Record]:
     for index, element in enumerate(read_rows(shard, texts)):
         row = parsed_row(element.text, str(shard))
         answer = None if row.get("answer") is None else str(row["answer"])
-        record = record_of(f"{shard}, row {index}", None, question_of(row), answer)
+        record = record_of(f"{shard.name}, row {index}", None, question_of(row), answer)
         records.append(record | {key: row[key] for key in IMAGE_KEYS if key in row})
     return records
 

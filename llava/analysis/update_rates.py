@@ -17,13 +17,7 @@ from llava.analysis.measure import Measurement, mean, median
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.utils.presentation import (
-    SPECIAL_COLOUR,
-    TEXT_BEFORE_COLOUR,
-    TEXT_COLOUR,
-    VISUAL_COLOUR,
-    import_pyplot,
-)
+from llava.utils.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR, import_pyplot
 
 NAMES = ("cosine", "turn", "update", "drift")
 PANELS = {
@@ -46,14 +40,8 @@ Runs = dict[str, tuple[str, int]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_arguments(parser)
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a run's folder: all its checkpoint-N and its final model, over the steps; may be given several times",
-    )
+    folder = "a run's folder: all its checkpoint-N and its final model, over the steps; may be given several times"
+    parser.add_argument("--checkpoints", type=Path, action="append", default=[], metavar="DIR", help=folder)
 
 
 def run(args: argparse.Namespace) -> None:

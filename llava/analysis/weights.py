@@ -88,7 +88,7 @@ class WeightFiles:
         return every
 
     def embedding_name(self, requested: str | None = None) -> str:
-        """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.
+        """The name of the text embedding matrix.
 
         Args:
             requested: `--embedding-name`, which is taken as it is.
@@ -98,8 +98,6 @@ class WeightFiles:
         """
         names = [name for name in self.names if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))]
         names = [name for name in names if not any(word.startswith(_VISION) for word in name.split("."))]
-        if not names and self._ties_embeddings():
-            names = [name for name in self.names if f".{name}".endswith(".lm_head.weight")]
         if requested is not None:
             names = [name for name in self.names if name == requested]
         if len(names) != 1:
@@ -144,9 +142,3 @@ class WeightFiles:
             mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be mapped
             self._pickled[file_name] = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         return self._pickled[file_name]
-
-    def _ties_embeddings(self) -> bool:
-        config_file = self._locate("config.json")
-        config = json.loads(Path(config_file).read_text()) if config_file else {}
-        text = config.get("text_config") or config.get("llm_config") or {}
-        return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))

@@ -30,12 +30,10 @@ def look_of(assistant: Assistant, turns: list[dict[str, str]], picture: Image.Im
     asking = torch.zeros(batch.input_ids.shape[1], dtype=torch.bool)
     start = assistant.prompt_length(turns, [picture.size]) - 1  # what a token looks at decides the next one
     asking[start : max(start + 1, len(asking) - 1)] = True
-    return attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
+    return attention_of(probe, batch, asking, picture, f"{assistant.name}: no layer lets the answer")
 
 
-def heat_map(picture: Image.Image, attention: Values) -> Image.Image | None:
-    """The attention over the picture, bright where it is largest; None where `no map` of the attention says why."""
+def heat_map(attention: Values) -> Image.Image | None:
+    """The attention over the picture, bright where it is largest; None where there is no map."""
     heat = attention["map"]
-    if not heat.size:
-        return None
-    return overlaid(ImageOps.contain(picture, (512, 512)), heat, heat.max(), tuple(attention["area"].tolist()))
+    return ImageOps.contain(overlaid(attention["picture"], heat, heat.max()), (512, 512)) if heat.size else None

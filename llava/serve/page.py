@@ -102,9 +102,9 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
                 if stop.is_set():
                     raise ValueError("The answer was stopped, the question is dropped.")
                 look = look_of(arm, asked, image, text)
-                maps[heat_maps[number]] = heat_map(arm.upright(image), look)
+                maps[heat_maps[number]] = heat_map(look)
                 if not look["map"].size:
-                    gradio.Info(html.escape(f"{arm.name}: no heat map: {look['no map']}"))
+                    gradio.Info(html.escape(f"{arm.name}: no heat map, its visual tokens have no known places"))
             yield {state: (path, talks)} | maps
         except REFUSALS as error:
             gradio.Warning(html.escape(str(error)))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from llava.analysis import attention, interventions, theory
 from llava.analysis import models as loading
 from llava.analysis.__main__ import main, parser
-from llava.analysis.attention import NoMap, overlaid, visual_grid, watched
+from llava.analysis.attention import overlaid, picture_grid, seen_picture, watched
 from llava.analysis.commands import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.samples import PicturePrompt
@@ -68,9 +68,6 @@ def test_measured_weights_equal_the_librarys_and_the_model_is_unchanged(probe, q
     assert torch.allclose(torch.stack(list(weights.values())), eager[0], atol=1e-6)
     assert torch.allclose(logits[0, -1], eager[1], atol=1e-5)
     assert probe.model.config._attn_implementation == "sdpa"
-    with pytest.raises(RuntimeError), watched(probe.parts.layers, None):
-        raise RuntimeError
-    assert probe.model.config._attn_implementation == "sdpa"
 
 
 LLMS = {
@@ -113,12 +110,13 @@ def test_sinks_caps_and_windows_of_a_language_model_are_watched_too(name):
         assert weights[0].sum(dim=-1).max() < 1
 
 
-def looking(case, query="question"):
-    """What `attention` finds on the first sample of a case."""
+def looking(case, last=False):
+    """What `attention` says of the first sample of a case: of the text after the picture, or of the last token."""
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = models.batch_of(**{name: value[:1] for name, value in case.inputs.items()})
-    probe.prepare = lambda samples: batch
-    return attention.look_of(probe, SimpleNamespace(name="first"), query)
+    groups = probe.groups(batch)[0]
+    asking = torch.arange(len(groups)) == len(groups) - 1 if last else groups == TEXT_AFTER
+    return attention.attention_of(probe, batch, asking, Image.new("RGB", (9, 9)), "first: no layer lets the question")
 
 
 def share_of(allowed: Callable[[int, int], bool], case) -> float:
@@ -153,15 +151,15 @@ def test_uniform_attention_has_uniform_share_and_entropy_1_in_any_window():
     case = models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=9))
     for layer in case.model.model.language_model.layers:
         layer.self_attn.q_proj.weight.zero_()
-    picture = looking(case, query="last")  # six words follow the picture, so three of its sixteen tokens are in sight
+    picture = looking(case, last=True)  # six words follow the picture, so three of its sixteen tokens are in sight
     assert picture["share"] == pytest.approx([3 / 9] * 3) and picture["uniform"] == pytest.approx([3 / 9] * 3)
     assert picture["entropy"] == pytest.approx([1] * 3) and picture["top"] == pytest.approx([1 / 3] * 3)
-    with pytest.raises(ValueError, match="first: no layer lets the query 'last' look at the picture"):
-        looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), query="last")
+    with pytest.raises(ValueError, match="first: no layer lets the question look at the picture"):
+        looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), last=True)
 
 
 def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager):
-    picture = attention.look_of(probe, question, "question")
+    picture = attention.look_of(probe, question)
     groups = probe.groups(probe.prepare(question))[0]
     weights, visual = eager[0].double().numpy(), (groups == VISUAL).numpy()
     rows = np.flatnonzero(groups == TEXT_AFTER)
@@ -195,59 +193,31 @@ GRIDS = {
     ),
     "qwen2_vl": ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 2, 8]])}, 4, (1, 4)),
     "llava, 384 pixels and patches of 14": ("llava", {"pixel_values": torch.ones(1, 3, 384, 384)}, 729, (27, 27)),
+    "latents": ("idefics2", {}, 64, None),
+    "tiles": ("internvl", {"pixel_values": torch.ones(4, 3, 16, 16)}, 16, None),
+    "frames": ("qwen2_vl", {"image_grid_thw": torch.tensor([[4, 4, 4]])}, 16, None),
+    "a class token": ("llava", {"pixel_values": torch.ones(1, 3, 16, 16)}, 17, None),
 }
 
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_the_grid_comes_from_the_shapes_of_the_processor(name):
     model_type, inputs, count, expected = GRIDS[name]
-    assert visual_grid(model_type, inputs, count) == expected
+    assert picture_grid(SimpleNamespace(config=SimpleNamespace(model_type=model_type)), inputs, count) == expected
 
 
-@pytest.mark.parametrize(
-    "model_type, inputs, count, message",
-    [
-        ("idefics2", {}, 64, "it is not known here where the visual tokens of idefics2 lie"),
-        ("internvl", {"pixel_values": torch.ones(4, 3, 16, 16)}, 16, "internvl cuts them into tiles"),
-        ("qwen2_vl", {"image_grid_thw": torch.tensor([[4, 4, 4]])}, 16, "qwen2_vl cuts them into tiles"),
-        ("llava", {"pixel_values": torch.ones(1, 3, 16, 16)}, 17, "17 visual tokens do not fill the 16 x 16 of pixel"),
-    ],
-)
-def test_tokens_without_known_places_have_no_map_but_a_reason(model_type, inputs, count, message):
-    with pytest.raises(NoMap, match=message):
-        visual_grid(model_type, inputs, count)
-
-
-@pytest.mark.parametrize("tower", ["clip", "siglip"])
-def test_the_area_of_our_checkpoints_is_where_their_pixels_come_from(tiny, tmp_path, tower):
-    path = models.our_checkpoint(tiny, tmp_path, tower=tower)
-    loaded = loading.load(NamedModel("tiny", path), parser("attention").parse_args(["attention", "--device", "cpu"]))
-    plain, size = np.full((16, 64, 3), 90, np.uint8), 64
-    marked = plain.copy()
-    marked[:8, 16:32] = 255
-    for mode in (None, "square", "pad"):
-        loaded.model.config.image_aspect_ratio = mode
-        batches = [loaded.prepare(PicturePrompt("x", Image.fromarray(item), QUESTION)) for item in (plain, marked)]
-        before, after = (item.inputs["images"][0] for item in batches)
-        changed = F.interpolate((after - before).abs().sum(dim=0)[None, None], (size, size))[0, 0].numpy()
-        changed = changed > changed.max() / 2
-        left, top, right, bottom = batches[0].area
-        x, y = ((np.arange(size) + 0.5) / size * (end - start) + start for start, end in ((left, right), (top, bottom)))
-        expected = ((y >= 0) & (y < 0.5))[:, None] & ((x >= 0.25) & (x < 0.5))
-        assert (changed & expected).sum() > 0.6 * (changed | expected).sum(), mode
-
-
-def test_a_heatmap_covers_only_the_area_that_the_encoder_sees():
-    picture, heat = Image.new("RGB", (80, 20), "white"), np.array([[1.0, 0.0], [0.0, 0.0]])
-    plain = np.asarray(overlaid(picture, np.zeros((2, 2)), 1.0, (2.0, 2.0, 3.0, 3.0)))  # nothing but the grey picture
-    cropped = np.asarray(overlaid(picture, heat, 1.0, (0.375, 0, 0.625, 1)))
-    changed = (cropped != plain).any(axis=2)
-    assert changed[:, 30:50].all() and not changed[:, :30].any() and not changed[:, 50:].any()
-    bright = cropped.sum(axis=2) == cropped[:, 30:50].sum(axis=2).max()
-    assert bright[:10, 30:40].all() and bright.sum() == 100
-    padded = np.asarray(overlaid(picture, np.eye(4), 1.0, (0, -1.5, 1, 2.5)))  # of its rows two lie on the picture
-    bright = padded.sum(axis=2) == padded.sum(axis=2).max()
-    assert bright[:10, 20:40].all() and bright[10:, 40:60].all() and bright.sum() == 400
+@pytest.mark.parametrize("mode", [None, "pad"])
+def test_a_map_lies_on_the_picture_that_the_encoder_sees(probe, monkeypatch, mode):
+    monkeypatch.setattr(probe.model.config, "image_aspect_ratio", mode, raising=False)
+    half = Image.new("RGB", (64, 16), "black")
+    half.paste((255, 255, 255), (0, 0, 32, 16))
+    batch = probe.prepare(PicturePrompt("x", half, QUESTION))
+    seen = seen_picture(probe.model, batch.inputs, half)
+    assert seen.shape == tuple(batch.inputs["images"].shape[-2:])
+    assert seen[len(seen) // 2, 0] == 255 and seen[len(seen) // 2, -1] == 0
+    assert (seen[0].std() > 50) == (mode is None)
+    drawn = np.asarray(overlaid(np.full((20, 80), 255, np.uint8), np.array([[1.0, 0.0], [0.0, 0.0]]), 1.0)).sum(axis=2)
+    assert drawn.shape == (20, 80) and (drawn == drawn.max())[:10, :40].all() and (drawn == drawn.max()).sum() == 400
 
 
 def outcomes_of(probe, sample, alphas) -> dict:
@@ -414,4 +384,4 @@ def test_the_commands_write_their_files_and_measure_once(checkpoint, tiny, tmp_p
         assert main([command, *shared]) == 0
         assert json.loads((tmp_path / f"{result}.json").read_text())["rows"] == written[result]
     with pytest.raises(pytest.fail.Exception):
-        main(["attention", *shared, "--query", "last"])
+        main(["attention", *shared, "--seed", "1"])

@@ -20,7 +20,7 @@ from vision_language_models import IMAGE, batch_of, ids_for
 
 from llava.analysis import attention, interface_norms, update_rates
 from llava.analysis.__main__ import main
-from llava.analysis.attention import NoMap, picture_grid
+from llava.analysis.attention import PIXELS, picture_grid, shape_input
 from llava.analysis.models import library_inputs, load_processor
 from llava.analysis.probe import Probe
 from llava.analysis.samples import PicturePrompt
@@ -131,7 +131,7 @@ def test_a_saved_familys_tables_equal_an_independent_run(name, pictures, tmp_pat
     (row,) = run("attention", tmp_path / "model", tmp_path / "out", pictures)
     assert row["samples"] == 3
     if name in PLACES:
-        assert (row["with a map"] == 0) == isinstance(PLACES[name][1], str)
+        assert (row["with a map"] == 0) == (PLACES[name][1] is None)
     run("layer-norms", tmp_path / "model", tmp_path / "out", pictures)
     layers = json.loads((tmp_path / "out/layer-norms-layers.json").read_text())["rows"]
     visual = {row["layer"]: row for row in layers if row["tokens"] == "visual"}
@@ -155,33 +155,27 @@ def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
     assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
-# A picture's width and height, and the rows and columns of its visual tokens; no grid where the reason is given.
+# A picture's width and height, and the rows and columns of its visual tokens, if they are places.
 PLACES = {
     **dict.fromkeys(("llava", "llava with a list of layers"), ((64, 16), (4, 4))),  # of a centred crop
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "hyperclovax_vision_v2"), ((64, 16), (2, 8))),
     "glm4v": ((16, 64), (5, 1)),
     **dict.fromkeys(("ovis2", "gemma3"), ((64, 16), (2, 2))),  # squeezed
     "internvl": ((16, 16), (2, 2)),
-    "llava_next": ((64, 64), "cuts them into tiles"),
-    **dict.fromkeys(("idefics2", "aria"), ((64, 64), "it is not known here where")),
+    "llava_next": ((64, 64), None),
+    **dict.fromkeys(("idefics2", "aria"), ((64, 64), None)),
     "paligemma": ((16, 64), (4, 4)),
     "gemma4": ((16, 64), (16, 4)),
 }
 
 
-def cells_of(area, size, grid) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The pixels (left, top, right, bottom) of each cell of a grid over an area of a picture, by row and column."""
-    edges = [
-        [round(length * (start + (end - start) * step / count)) for step in range(count + 1)]
-        for length, start, end, count in zip(size, area[:2], area[2:], grid[::-1], strict=True)
-    ]
-    cells = {}
-    for row, column in itertools.product(*map(range, grid)):
-        left, right = (max(0, min(size[0], x)) for x in edges[0][column : column + 2])
-        top, bottom = (max(0, min(size[1], y)) for y in edges[1][row : row + 2])
-        if left < right and top < bottom:  # the others are margins
-            cells[row, column] = left, top, right, bottom
-    return cells
+def cells_of(height: int, width: int, grid) -> dict[tuple[int, int], tuple[slice, slice]]:
+    """The pixels of each cell of a grid, by row and column."""
+    parts = []
+    for length, count in zip((height, width), grid, strict=True):
+        edges = [length * step // count for step in range(count + 1)]
+        parts.append([slice(*pair) for pair in itertools.pairwise(edges)])
+    return {(r, c): (parts[0][r], parts[1][c]) for r, c in itertools.product(*map(range, grid))}
 
 
 def assert_lit(changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
@@ -203,23 +197,26 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
     probe = Probe("m", model, find_parts(model, family), prepare)
     plain = torch.rand(size[1], size[0], 3, generator=torch.Generator().manual_seed(0)) * 80 + 80
 
-    def entering(pixels):
-        batch = probe.prepare(PicturePrompt("x", Image.fromarray(pixels.byte().numpy()), PROMPT))
+    def entering(inputs):
+        batch = batch_of(**inputs)
         seen = probe.run(batch)
-        return batch, seen.groups, seen.hidden_states[0][seen.visual]
+        return seen.hidden_states[0][seen.visual]
 
-    batch, groups, before = entering(plain)
-    if isinstance(grid, str):
-        with pytest.raises(NoMap, match=grid):
-            picture_grid(model, batch, len(before))
+    def prepared(pixels):
+        return probe.prepare(PicturePrompt("x", Image.fromarray(pixels.byte().numpy()), PROMPT)).inputs
+
+    inputs = prepared(plain)
+    before = entering(inputs)
+    assert picture_grid(model, inputs, len(before)) == grid
+    if grid is None:
         return
-    changes = {}
-    for cell, (left, top, right, bottom) in cells_of(batch.area, size, grid).items():
-        marked = plain.clone()
-        marked[top:bottom, left:right] = torch.tensor([255.0, 0, 0])
-        changes[cell] = (entering(marked)[2] - before).norm(dim=-1)
-    assert len(changes) >= 4
-    assert picture_grid(model, batch, len(before)) == grid
+    source = shape_input(model, inputs)
+    whole, changes = inputs[source] if source in PIXELS else plain.movedim(-1, 0), {}
+    for cell, (rows, columns) in cells_of(*whole.shape[-2:], grid).items():
+        marked, (low, high) = whole.clone(), (-1.25, 1.25) if source in PIXELS else (0, 255)
+        marked[..., rows, columns] = torch.tensor([high, low, low])[:, None, None]  # red
+        changed = inputs | {source: marked} if source in PIXELS else prepared(marked.movedim(0, -1))
+        changes[cell] = (entering(changed) - before).norm(dim=-1)
     assert_lit(changes, grid)
 
 

@@ -135,7 +135,7 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
         ("cut.parquet", "cut.parquet: cannot be read as Parquet"),
         ("empty", "neither pictures nor Parquet"),
         ("text.parquet", "expected columns .* question and image or images; found text"),
-        ("bad.parquet", "bad.parquet, row 0: image in row 0 of .* cannot be decoded"),
+        ("bad.parquet", "bad.parquet, record 0 .*row 0'.*: image in row 0 of .* cannot be decoded"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--data", name)
