@@ -6,6 +6,7 @@ which every Python has; their shapes are those of LLaVA's data.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import platform
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -24,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from llava.utils.files import write_json, write_text
 from llava.utils.machine import own_cores, processor
-from llava.utils.processes import descendants, is_running, kill
+from llava.utils.processes import descendants, is_running, send
 from llava.utils.versions import code_digest, git_commit, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +140,7 @@ def run_logged(
     log: Path,
     variables: Mapping[str, Any] | None = None,
     cwd: Path = ROOT,
-    enough: Callable[[], bool] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> str:
     """Runs a command with its output in the file `log`, and returns that text.
 
@@ -149,15 +152,13 @@ def run_logged(
         Failed: the exit status is not 0; the message has the last error that was printed.
     """
     environment = os.environ | {name: str(value) for name, value in (variables or {}).items()}
-    words, code = [str(word) for word in command], None
+    words = [str(word) for word in command]
     with log.open("w") as output:
         process = subprocess.Popen(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while code is None:
-                try:
-                    code = process.wait(timeout=0.5 if enough else None)
-                except subprocess.TimeoutExpired:
-                    code = 0 if enough() else None
+            while process.poll() is None and not enough():
+                time.sleep(0.2)
+            code = process.poll()  # None where it is ended here
         finally:
             if process.poll() is None:
                 end_all(process)
@@ -169,9 +170,13 @@ def run_logged(
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """Kills a process and all that it started, and waits until they are gone and have freed the GPU."""
-    members = descendants(process.pid)
-    kill(process.pid)
+    """Kills a process, all that it started and its session, and waits until they are gone and have freed the GPU."""
+    members = descendants(process.pid) | ({process.pid} if process.poll() is None else set())
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has just ended
+            members |= {pid} if os.getsid(pid) == process.pid else set()
+    for pid in members:
+        send(pid, signal.SIGKILL)
     process.wait()
     while any(map(is_running, members)):
         time.sleep(0.1)

@@ -46,7 +46,7 @@ def main() -> int:
         return 2
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, interrupt)
+        signal.signal(ending, signal.default_int_handler)
     try:
         with locked(args.output_dir / ".lock", f"another gpu_check runs in {args.output_dir}"):
             run_parts(args)
@@ -94,10 +94,6 @@ def refusal(cpu: bool) -> str:
     return ""
 
 
-def interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def plan(names: list[str]) -> str:
     """The parts in their order, with the seconds that each is estimated to take and their sum so far."""
     lines, total = ["| part | seconds | sum | what |", "|---|---|---|---|"], 0
@@ -140,9 +136,8 @@ def run_part(name: str, args: argparse.Namespace, limit: float) -> None:
         except subprocess.TimeoutExpired:
             reason = f"it took longer than {limit:.4g} s ({'--limit' if limit == args.limit else '--minutes'})"
         finally:
-            if process.poll() is None:
-                end_all(process)
-            part.rows = part.measured_rows()  # all that is left of a part that was killed
+            end_all(process)  # also what is left of a part that was killed
+            part.rows = part.measured_rows()
             shutil.rmtree(part.work, ignore_errors=True)
     if not read(args.output_dir, name, args.cpu):
         part.write(FAILED, f"{reason}, see {part.log}", time.monotonic() - began)

@@ -25,10 +25,10 @@ NEEDED = (
     "pydantic-core", "pygments", "pytest", "sentencepiece", "typing-extensions", "typing-inspection",
 )  # fmt: skip
 """What the parts import beyond what every PyTorch and transformers require; a test holds that it is complete."""
-OPTIONAL = (  # LLaVA's tokenizer, QLoRA and FlashAttention 4
-    "protobuf", "bitsandbytes", "flash-attn-4==4.0.0b36", "quack-kernels==0.6.5", "nvidia-cutlass-dsl==4.8.1",
-    "nvidia-cutlass-dsl-libs-base==4.8.1", "nvidia-cutlass-dsl-libs-core==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1",
-    "apache-tvm-ffi==0.1.15.post2", "torch-c-dlpack-ext==0.1.5",
+OPTIONAL = (  # LLaVA's tokenizer, the study's model, QLoRA and FlashAttention 4
+    "protobuf", "gguf", "bitsandbytes", "apache-tvm-ffi==0.1.15.post2", "flash-attn-4==4.0.0b36",
+    "nvidia-cutlass-dsl==4.8.1", "nvidia-cutlass-dsl-libs-base==4.8.1", "nvidia-cutlass-dsl-libs-core==4.8.1",
+    "nvidia-cutlass-dsl-libs-cu13==4.8.1", "quack-kernels==0.6.5", "torch-c-dlpack-ext==0.1.5",
 )  # fmt: skip
 UPSTREAM = (
     "transformers==4.37.2", "tokenizers==0.15.1", "accelerate==0.27.2", "huggingface-hub==0.36.2", "protobuf==4.25.9",

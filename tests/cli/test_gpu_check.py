@@ -67,13 +67,17 @@ def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatc
     work = PartRun(name, tmp_path, cpu=True).work
     work.mkdir(parents=True)
     program = tmp_path / "python"
-    program.write_text(f"""#!/bin/sh\necho '{{"rows": [{{"arm": "packed"}}]}}' >{work}/{file}\nsleep 60\n""")
+    program.write_text(f"""#!/bin/sh\necho '{{"rows": [{{"arm": "packed"}}]}}' >{work}/{file}\nsleep 97\n""")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     gpu_check.run_part(name, args, limit=2.0)
     result = gpu_check.read(tmp_path, name, cpu=True)
     assert result["status"] == FAILED and result["reason"].startswith("it took longer than 2 s (--limit), see ")
     assert result["rows"] == [{"arm": "packed"}] and not work.exists()
+    program.write_text("#!/bin/sh\nsleep 97 &\nkill -9 $$\n")  # a part that is killed leaves nothing running
+    gpu_check.run_part(name, args, limit=30.0)
+    assert "it ended and left no result" in gpu_check.read(tmp_path, name, cpu=True)["reason"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "97"]]
 
 
 def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path):
