@@ -84,9 +84,12 @@ def _curve(runs: Sequence[Mapping[str, Any]], key: str, pyplot: ModuleType) -> "
         axes.plot(*points.T, color=TEXT_COLOUR, linestyle=":")
     boundary = max(entry["stages"][STAGES[0]]["steps"] for entry in runs)
     axes.axvline(boundary + 0.5, color=NEUTRAL, linewidth=0.8)
-    axes.set(xlabel="optimizer step (stage 1 | stage 2)", title=CURVES[key][0])
+    axes.set_xlabel("optimizer step (stage 1 | stage 2)")
+    low, high = axes.get_ylim()
     if CURVES[key][1]:  # a logarithmic axis
         axes.set_yscale("log")
+    elif high - low < 0.1 * abs(high + low):  # what hardly changes shall not look as if it did
+        axes.set_ylim(0.4 * (high + low), 0.6 * (high + low))
     return figure
 
 

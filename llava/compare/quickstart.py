@@ -83,26 +83,36 @@ class Quickstart(Experiment):
         self.part("3 of 3, update rates", self.measurements(["update-rates"], str(data), MEASURED))
         file = self.folder / FILE
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
-        title, own = f"{' and '.join(self.arms)} on {self.data}", {"examples": self.examples(), "talk": self.talk()}
-        record = new_record(title=title, overall=ALL, times=before | self.times, **own)
+        record = new_record(title=self.title(), overall=ALL, times=before | self.times, talk=self.talk())
         add_runs(record, self.runs, lambda run: {UNTOUCHED: read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)})
+        record["examples"] = self.examples(record)
         write_record(record, file)
         write_page(record, self.folder, page=PAGE)
         print(f"\n{table_of(record)}")
 
-    def examples(self) -> list[dict[str, str]]:
-        """The first three held-out questions, whose kinds take turns, for the page."""
-        images = self.root / self.data / "images"
-        return [
-            {"task": record["kind"], "id": record["id"], "picture": str(images / record["image"])}
-            | {"question": record["conversations"][0]["value"].replace("<image>\n", "")}
-            for record in held_out(self.root / self.data)[:3]
-        ]
+    def title(self) -> str:
+        """What the page says above everything."""
+        first, *others = self.arms
+        if first == "none" and others:
+            return f"Without ({first}) and with the text-aligned norm ({', '.join(others)}), on {self.data}"
+        return f"{' and '.join(self.arms)} on {self.data}"
+
+    def examples(self, record: Record) -> list[dict[str, str]]:
+        """For the page, the first three questions that some arms answer rightly and others not, and three others."""
+        chosen: dict[bool, list[dict[str, str]]] = {True: [], False: []}
+        for question in held_out(self.root / self.data):
+            task = question["kind"]
+            number = record["questions"][task].index(question["id"])
+            differ = len({entry["scores"][task][number] for entry in record["runs"]}) > 1
+            asked = question["conversations"][0]["value"].replace("<image>\n", "")
+            picture = str(self.root / self.data / "images" / question["image"])
+            chosen[differ].append({"task": task, "id": question["id"], "picture": picture, "question": asked})
+        return chosen[True][:3] + chosen[False][:3]
 
     def talk(self) -> str:
         """The command that talks to the last arm about a picture."""
-        picture = self.examples()[0]["picture"]
-        words = ["--model-path", f"{self.folder / self.arms[-1]}/finetune", "--image-file", picture]
+        picture = self.root / self.data / "images" / held_out(self.root / self.data)[0]["image"]
+        words = ["--model-path", f"{self.folder / self.arms[-1]}/finetune", "--image-file", str(picture)]
         return shlex.join([shown_python(), "-m", "llava.serve.cli", *words])
 
 

@@ -213,7 +213,8 @@ def differences_table(stats: Statistics) -> Rows:
         for task, result in by_task.items():
             row: dict[str, Any] = {"arm": arm, "benchmark": TITLES.get(task, task)}
             row |= {name: round(result[name], 2) for name in ("delta", "low", "high")}
-            row |= {"verdict": result["verdict"], "role": result.get("role") if stats.plan else None}
+            row |= {"verdict": result["verdict"]} if stats.decided else {}
+            row |= {"role": result["role"]} if stats.plan else {}
             row |= {"won": result["won"], "lost": result["lost"], "p": in_digits(result["p"], 2)}
             if len(stats.seeds) > 1:
                 row |= {f"seed {s}": round(d, 2) for s, d in zip(stats.seeds, result["by_seed"], strict=True)}
