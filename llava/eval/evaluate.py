@@ -14,7 +14,7 @@ from typing import Any
 
 from llava.eval.harness import LOG, EvaluationError, collect, local_data, run_harness, token_fault
 from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, TaskResult, read_results, write_results
-from llava.eval.tasks import Task, choose
+from llava.eval.tasks import TASKS, Task, choose
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
 from llava.utils.locks import locked
@@ -45,8 +45,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")
     first = "evaluate only the first N samples of every task; not for real scores"
     top.add_argument("--limit", type=whole(1), metavar="N", help=first)
-    solved = "solved examples before each question of MMLU"
-    top.add_argument("--mmlu-fewshot", type=whole(0), default=5, metavar="N", help=solved)
     top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device")
     top.add_argument("--num-gpus", type=whole(0), help="GPUs to spread the samples over; 0: CPU (default: all GPUs)")
     together = "run all tasks of a harness in one process: starts once, cannot resume"
@@ -99,10 +97,9 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
         raise ValueError(f"--tasks {fault}, or give --data-dir")
     if [task for task in missing if results.tasks.pop(task.name, None)]:
         write_results(results, args.output_dir)  # a stale score must not outlive a failure
-    groups: dict[object, list[Task]] = {}  # what runs in one process, which has one number of MMLU's examples
+    groups: dict[object, list[Task]] = {}  # what runs in one process, which has one number of solved examples
     for task in missing:
-        few_shot = task.name == "mmlu" and args.mmlu_fewshot
-        key = (task.harness, data[task.name][0], few_shot) if args.together else task.name
+        key = (task.harness, data[task.name][0], task.few_shot) if args.together else task.name
         groups.setdefault(key, []).append(task)
     failed = []
     for group in groups.values():
@@ -177,7 +174,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     if note := unused(args.checkpoint, own):
         print(f"note: {note}")
     chosen = {"conv_template": args.conv_template or config.mm_conv_version, "limit": args.limit}
-    chosen |= {"mmlu_fewshot": args.mmlu_fewshot, "context": context_length(config)}
+    chosen |= {"mmlu_fewshot": TASKS["mmlu"].few_shot, "context": context_length(config)}
     chosen |= evaluation_record(own, "as each task says; greedy where it says nothing")
     chosen["precision"] = "the checkpoint's" if args.num_gpus else "float32"
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}

@@ -32,11 +32,10 @@ SHOWN_PROBLEMS = 20
 
 
 class EvaluationError(RuntimeError):
-    """A task failed; the message has a line for each problem, which names the sample at fault."""
+    """A task failed; the message has a line for each of the first problems, which names the sample at fault."""
 
     def __init__(self, task: str, *problems: str):
-        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] * (len(problems) > SHOWN_PROBLEMS)
-        super().__init__("\n  ".join([f"{task} failed:", *problems[:SHOWN_PROBLEMS], *more]))
+        super().__init__("\n  ".join([f"{task} failed, problems: {len(problems)}", *problems[:SHOWN_PROBLEMS]]))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
         dtype = "auto" if args.num_gpus else "float32"
         model = f"pretrained={pretrained},dtype={dtype},max_length={settings['context']}"  # it knows no rope scaling
         command += ["--model", "hf", "--model_args", model]
-        command += ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in names else []
+        command += ["--num_fewshot", str(tasks[0].few_shot)] if tasks[0].few_shot else []
     command += ["--tasks", ",".join(names), "--batch_size", str(args.batch_size)]
     command += ["--device", "cuda" if args.num_gpus else "cpu", "--output_path", str(folder), "--log_samples"]
     return command + (["--limit", str(args.limit)] if args.limit else [])
@@ -142,11 +141,12 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None) -
     """
     value, counts = read_score(task, folder)
     records = read_records(task, folder, counts)
-    if task.harness == "lm_eval" and (lost := [doc_id(record) for record in records if not has_likelihoods(record)]):
+    responses = {} if task.harness == "lmms_eval" else {doc_id(r): r["filtered_resps"] for r in records}
+    if lost := [name for name, own in responses.items() if not all(math.isfinite(float(r[0])) for r in own)]:
         raise EvaluationError(task.name, *(f"doc {name}: its likelihoods are not numbers" for name in lost))
     samples = task.samples(records)
     score = task.score(samples)
-    if not math.isclose(task.percent(value, samples), score, abs_tol=1e-3):
+    if not math.isclose(value * 100 / task.unit(samples), score, abs_tol=1e-3):
         fault = f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %"
         raise EvaluationError(task.name, f"{fault}; this version of the harness may compute it differently")
     return TaskResult(task.metric, score, samples, task.chance_of(records), seconds, data)
@@ -193,14 +193,7 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     return records
 
 
-def has_likelihoods(record: Record) -> bool:
-    """Whether all likelihoods of an lm-eval record are numbers."""
-    return all(math.isfinite(float(response[0])) for response in record["filtered_resps"])
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        sys.exit("usage: python -m llava.eval.harness lmms_eval|lm_eval ARGUMENTS")
     import llava.model.language_model.families  # noqa: F401  registers our types with the classes by which lm-eval loads
 
     del sys.argv[0]

@@ -79,10 +79,6 @@ class QuestionRecords(Sequence[Question]):
         question = as_question(record, index)
         return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
 
-    def named(self, index: int) -> str:
-        """The name of a question in messages."""
-        return self.records.named(index)
-
     def pictures_content(self) -> str:
         """A digest of the questions' pictures, wherever their folder is."""
 
@@ -103,10 +99,9 @@ class QuestionRecords(Sequence[Question]):
             try:
                 refuse(index, question := self[index], [self.images.size(place) for place in question.asked.pictures])
             except ValueError as error:
-                faults.append(f"{self.named(index)}: {error}")
+                faults.append(f"{self.records.named(index)}: {error}")
         if faults:
-            more = [f"and {len(faults) - SHOWN_FAULTS} more"] * (len(faults) > SHOWN_FAULTS)
-            shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
+            shown = "\n  ".join(faults[:SHOWN_FAULTS])
             raise ValueError(f"{setting}: {len(faults)} of {len(self)} questions cannot be used; fix them:\n  {shown}")
 
 

@@ -103,7 +103,7 @@ def check_questions(data: str, image_folder: Path | None) -> None:
         identifier = json.dumps(question.identifier, ensure_ascii=False)
         kind_of(f"question {identifier}", question.expected, question.kind)
         if (first := places.setdefault(identifier, index)) != index:
-            raise ValueError(f"the id {identifier} is also that of {questions.named(first)}; expected each id once")
+            raise ValueError(f"the id {identifier} is also that of record {first}; expected each id once")
 
     questions.check(has_score, f"--questions {data}")
 

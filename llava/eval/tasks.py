@@ -136,6 +136,7 @@ class Task:
     score: Callable[[Sequence[Answered]], float] = mean  # percent, which must equal what the harness computed
     unit: Callable[[Sequence[Answered]], float] = lambda samples: 1  # the harness's number for 100 %
     chance: float | None = None  # percent that guessing reaches, where that is known
+    few_shot: int = 0  # solved examples before each question
     own: bool = False  # one of `playground/tasks`, whose verdicts say a question's id, kind and chance
 
     @property
@@ -152,10 +153,6 @@ class Task:
         if not self.own:
             return self.chance
         return sum(record["accuracy"]["chance"] for record in records) * 100 / len(records)
-
-    def percent(self, value: float, samples: Sequence[Answered]) -> float:
-        """The harness's score in percent."""
-        return value * 100 / self.unit(samples)
 
 
 _MMBENCH: dict[str, Any] = {"read": mmbench, "unit": lambda samples: 100}
@@ -174,7 +171,7 @@ _TASKS = (
     Task("scienceqa", "lmms-lab-encoder/ScienceQA", column="ScienceQA"),
     Task("ai2d", "lmms-lab-encoder/ai2d", "exact_match,flexible-extract", "AI2D", chance=25),
     Task("hellaswag", "Rowan/hellaswag", "acc_norm,none", "HellaSwag", **_LIKELIHOOD),
-    Task("mmlu", "cais/mmlu", "acc,none", "MMLU", **_LIKELIHOOD),
+    Task("mmlu", "cais/mmlu", "acc,none", "MMLU", few_shot=5, **_LIKELIHOOD),
     Task("scienceqa_img", "lmms-lab-encoder/ScienceQA"),
     Task("mme", "lmms-lab-encoder/MME", "mme_perception_score,none", **_MME),
     Task("gqa", "lmms-lab-encoder/GQA"),

@@ -273,18 +273,6 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
     )
 
 
-def made_run(probabilities) -> interventions.Run:
-    return torch.tensor(probabilities).double().log(), {"share": 0.25, "visual norm": 1.0, "text norm": 3.0}
-
-
-def test_an_outcome_equals_its_definition():
-    untouched = made_run([0.7, 0.2, 0.1])
-    other = made_run([0.1, 0.6, 0.3])
-    compared = interventions.compare("x", untouched, other)
-    assert compared["kl"] == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
-    assert [compared[name] for name in ("rank", "share", "visual norm")] == [3, 0.25, 1]
-
-
 def layer_row(states, after, groups, sinks) -> dict[str, float]:
     """The row of one layer and one sample."""
     members = {name: torch.isin(groups, torch.tensor(ids)) & ~sinks for name, ids in theory.MODALITIES.items()}

@@ -85,24 +85,3 @@ def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_ca
     assert (score.dataset_name, score.metric_type, score.metric_value) == ("scenes", "accuracy", 75.0)
     write_results(results(40.0, [1, 1, 1, 0]), tmp_path)
     assert "| 40.00 | not a mean over questions | 25.0 | 4 |" in write_card("--results", tmp_path)
-
-
-@pytest.mark.parametrize("part", ["stock", "own code", "lora", "projector"])
-def test_a_model_is_loaded_with_its_code_or_on_its_base(tmp_path, write_card, part):
-    config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"image_size": 64}}
-    config |= {"auto_map": {"AutoConfig": "m.C"}} if part == "own code" else {}
-    if file := {"lora": "adapter_config.json", "projector": "mm_projector.bin"}.get(part):
-        config = {"model_type": "llava_llama"}
-        (tmp_path / file).touch()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    text = write_card("--repo", "me/part", "--base-model", "owner/llm", folder=tmp_path)
-    data = ModelCard(text).data.to_dict()
-    if not file:
-        assert data["library_name"] == "transformers" and "adapter" not in data["tags"]
-        assert 'pipeline("image-text-to-text", model="me/part"' in text and "vllm serve me/part" in text
-        assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == (part == "own code")
-        return
-    assert data["tags"][-2:] == ["adapter", part] and data["base_model_relation"] == "adapter"
-    assert 'load_pretrained_model("me/part", "owner/llm", "llava")' in text
-    merge = "merge_lora --model-path me/part --model-base owner/llm --save-model-path part-merged\n"
-    assert (merge in text) == ("python -m llava.export hf --model-path part-merged" in text) == (part == "lora")

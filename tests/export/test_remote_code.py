@@ -1,11 +1,11 @@
 """Models whose code is in their repositories: how they are built and filled, and what is refused."""
 
-import argparse
 import shutil
 
 import own_code_models as own
 import pytest
 import torch
+from analysis_commands import arguments
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -57,6 +57,5 @@ def test_weights_that_do_not_fit_the_code_are_refused(ovis, tmp_path):
 
 
 def test_code_does_not_run_unless_it_is_trusted(ovis):
-    args = argparse.Namespace(trust_remote_code=False, model_base=None, command="update-rates", projector_path=None)
     with pytest.raises(ValueError, match=r"needs its own code \(.*ovis2_5.py.*--trust-remote-code"):
-        loading.check(NamedModel("ovis", str(ovis[0])), args)
+        loading.load(NamedModel("ovis", str(ovis[0])), arguments("update-rates"))
