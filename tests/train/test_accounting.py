@@ -8,14 +8,15 @@ import torch
 from activations import Kept, kept_by_one_layer
 from batches import IMG, collated
 from rotary_product import no_rotary_product
-from tiny_models import SIZES, STAGE_1, STAGE_2, VISION_SIZES, make, trained
+from tiny_models import STAGE_1, STAGE_2, make, trained
 from torch.utils.flop_counter import FlopCounterMode
-from training import flags, training_arguments
-from transformers import Starcoder2Config, Starcoder2ForCausalLM, Starcoder2Model
+from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 
 from llava.model.attention import SEGMENTS
-from llava.model.language_model.families import Decoder, llava_classes
 from llava.model.lora import add_lora
+from llava.train import memory
+from llava.train.arguments import parse_flags
+from llava.train.build import build_model
 from llava.train.memory import MemoryEstimate, estimate_memory, layers_to_recompute, rows_of_cards
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.telemetry import batch_work, flop_costs
@@ -53,31 +54,6 @@ def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2])
 def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, autocast):
     model, tokens = trained(tiny, parts), 64
-    model.config._attn_implementation = SEGMENTS
-    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
-    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
-
-
-def test_masked_sdpa_keeps_a_mask_and_repeated_heads_in_every_layer(tiny, tmp_path):
-    model, tokens = trained(tiny, STAGE_1), 512
-    model.config._attn_implementation, model.padding_free = "sdpa", True
-    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=True), tokens)
-    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, True, mask), rel=0.1)
-
-
-def without_gate() -> torch.nn.Module:
-    """A tiny LLaVA of a family that the table lacks, whose MLP has no gate."""
-    made = llava_classes(Decoder("Starcoder2", Starcoder2Config, Starcoder2Model, Starcoder2ForCausalLM))
-    vision = {"mm_vision_tower": "siglip", "mm_vision_config": VISION_SIZES | {"model_type": "siglip_vision_model"}}
-    config = made.config(**SIZES, **vision, mm_projector_type="mlp2x_gelu", residual_dropout=0.0)
-    return made.causal_lm(config).train()
-
-
-@pytest.mark.parametrize(("parts", "autocast"), [(STAGE_1, True), (STAGE_2, False)])
-def test_an_mlp_without_gate_keeps_less(tmp_path, parts, autocast):
-    model, tokens = without_gate(), 64
-    set_trainable(model, parts)
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
@@ -172,24 +148,20 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
     fit_zero(model, alone)
     zero = alone.hf_deepspeed_config.config["zero_optimization"]
     assert zero["reduce_bucket_size"] == 5 and not zero["overlap_comm"]
-    stage_1 = zero_arguments(2, 4, config={"zero_optimization": {"stage": 2, **auto}})
-    fit_zero(trained(tiny, STAGE_1), stage_1)
-    learnt = sum(p.numel() for p in model.get_model().mm_projector.parameters())
-    assert stage_1.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == learnt
 
 
-@pytest.mark.parametrize("option", [{"zero_quantized_gradients": True}, {"leaf_module": {"classes": ["Layer"]}}])
-def test_options_of_zero_that_give_wrong_numbers_here_are_refused_by_name(option):
-    config = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True} | option}
-    with pytest.raises(ValueError, match=f"--deepspeed zero.json: {next(iter(option))}: this trainer does not take it"):
-        check_zero(zero_arguments(3, 2, config=config))
-
-
-def test_zero3_that_would_write_no_weights_is_refused():
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
-    with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
-        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
-    check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
+@pytest.mark.parametrize(
+    ("option", "fault"),
+    [
+        ({"leaf_module": {"classes": ["Layer"]}}, "leaf_module: this trainer does not take it"),
+        ({"stage3_gather_16bit_weights_on_model_save": False}, "stage3_gather_16bit_weights_on_model_save must be"),
+    ],
+)
+def test_options_of_zero_that_give_wrong_numbers_or_no_weights_are_refused_by_name(option, fault):
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
+    with pytest.raises(ValueError, match=f"--deepspeed zero.json: {fault}"):
+        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero | option}))
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
@@ -236,18 +208,66 @@ def test_the_loss_head_and_a_layers_backward_pass_do_not_add_up():
     assert estimate_of(loss_head=20).total() == kept + 50
 
 
-@pytest.mark.parametrize(
-    ("newer", "older", "expected"),
-    [(None, None, "auto"), ("auto", None, "auto"), ("true", None, True), (None, False, False), ("7", None, 7)],
-)
-def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected):
-    args = training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
-    assert args.activation_checkpointing is expected or args.activation_checkpointing == expected
-
-
 @pytest.mark.parametrize("zero", ["auto", "deepspeed_configs/zero2.json"])
 def test_a_card_that_is_too_small_is_named(tiny, tmp_path, zero):
     argv = flags(tiny, tmp_path, 2, deepspeed=zero, max_tokens_per_micro_batch=1024)
     small, large = rows_of_cards(argv, 8, (0, 24))
     assert "0 GB   DOES NOT FIT: " in small and "recomputing" in small
     assert "24 GB   0 of 22 GiB usable, micro-batches of 1024 tokens, zero2" in large and "recomputing" not in large
+
+
+# --- auto -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "bf16"),
+    [("llama", False, True), ("llama", True, False), ("qwen_tied", False, False), ("qwen_tied", True, True)],
+)
+def test_the_estimate_of_a_model_without_weights_is_that_of_the_loaded_one(tiny, tmp_path, model, lora, bf16):
+    overrides = {"bf16": bf16} | ({"mm_tunable_parts": LM_AND_PROJECTOR} | LORA if lora else {})
+    model_args, data_args, args = parse_flags(flags(tiny, tmp_path, 2, model=model, norm="none", **overrides))
+    args.deepspeed, args.hf_deepspeed_config = "zero2.json", SimpleNamespace(config={"zero_optimization": {"stage": 2}})
+    planned = estimate_memory(memory.planned_model(model_args, args), args, 64)
+    assert planned == estimate_memory(build_model(model_args, data_args, args), args, 64)
+
+
+class Estimate:
+    """100 bytes, of which recomputation saves 10, or 50 under ZeRO-3; offload takes 20."""
+
+    def __init__(self, zero):
+        self.zero = zero
+
+    def total(self, recomputed):
+        if self.zero == memory.OFFLOAD:
+            return 20
+        return 100 if not recomputed else 50 if self.zero == memory.ZERO_3 else 90
+
+
+@pytest.mark.parametrize(
+    ("usable", "ranks", "tokens", "expected"),
+    [
+        (100, 1, 64, ""),
+        (90, 1, 64, ""),
+        (89, 1, 64, "zero3_offload"),
+        (50, 2, 64, "zero3"),
+        (49, 2, 64, "zero3_offload"),
+        (100, 2, None, "zero2"),
+        (99, 2, None, "zero3"),
+    ],
+)
+def test_auto_takes_no_deepspeed_on_one_card_splits_over_several_and_offloads_at_last(
+    monkeypatch, usable, ranks, tokens, expected
+):
+    monkeypatch.setattr(memory, "layers_to_recompute", lambda requested, *_: requested)
+    monkeypatch.setattr(memory, "estimate_under", lambda zero, *_: Estimate(zero))
+    args = SimpleNamespace(device=torch.device("cuda"), world_size=ranks, model_max_length=64)
+    choice = memory.choose(None, args, usable, tokens or memory.AUTO)
+    assert choice.zero == (expected and f"deepspeed_configs/{expected}.json")
+    assert choice.tokens == (memory.MOST_TOKENS if tokens is None and expected == "zero2" else 64)  # else the longest
+
+
+def test_one_rank_that_sees_several_gpus_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES to one"):
+        memory.resolve_auto(["--model_name_or_path", "model", "--deepspeed", "auto"])

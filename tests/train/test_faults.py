@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,24 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 from data_files import write_without_targets
-from paths import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, write_tiny
 from training import LORA, flags
 from transformers import TrainerCallback
-from warm_python import warm_python
 
-from llava.data.parallel import in_processes
 from llava.train import checkpoint
-from llava.train import stop as stopping
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import COMPLETE, find_checkpoint, folder_faults
+from llava.train.checkpoint import COMPLETE, find_checkpoint, folder_faults, load_weights
 from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.telemetry import LOG_FILE
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
-from llava.utils.locks import TRAINING_LOCK, training_lock
+from llava.utils.locks import training_lock
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -223,6 +218,17 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
 
 
+def test_checkpoint_that_lacks_a_weight_is_not_loaded(tiny, tmp_path):
+    model = train_module.build_model(*train_module.parse_arguments(flags(tiny, tmp_path, 2)))
+    model.save_pretrained(tmp_path)
+    load_weights(tmp_path, model)
+    tensors = weights(tmp_path)
+    del tensors["model.mm_projector.0.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{tmp_path} does not hold .*weights: 1 differ, model.mm_projector.0"):
+        load_weights(tmp_path, model)
+
+
 # --- folders that hold a run already ----------------------------------------------------------------------------------
 
 
@@ -233,7 +239,6 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 FINISHED = {
-    "no checkpoints": (2, {"max_steps": 2}),
     "stage 1, epochs": (1, {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}),
     "LoRA": (2, SAVING | LORA),
 }
@@ -335,37 +340,6 @@ def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     assert "removing what" not in caplog.text and "missing keys" not in caplog.text
     ours, theirs = weights(tmp_path), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_further_signals_change_nothing_and_workers_leave_them_to_their_rank(capfd):
-    stop = stopping.StopSignal()
-    stop.process = -1  # as in a forked worker
-    for number in stopping.SIGNALS:
-        stop._receive(number, None)
-    assert stop.received is None
-    stop.process = os.getpid()
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-        stop._receive(number, None)
-    assert stop.received == signal.SIGINT and capfd.readouterr().err.count("ends at once") == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_terminal_saves_and_shows_no_traceback(tiny, tmp_path):
-    argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=1)
-    log = tmp_path / "run" / LOG_FILE
-    with (tmp_path / "output").open("w") as output:
-        command = [warm_python(), ROOT / "llava/train/train_mem.py", *argv]
-        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
-        limit = time.monotonic() + 120
-        while not (log.exists() and log.read_text()) and process.poll() is None and time.monotonic() < limit:
-            time.sleep(0.2)
-        trainer = int((tmp_path / "run" / TRAINING_LOCK).read_text().split()[1])
-        os.killpg(trainer, signal.SIGINT)  # every process of the terminal's group
-        code = process.wait(timeout=60)
-    text = (tmp_path / "output").read_text()
-    assert code == REQUEUE_EXIT_CODE and "Traceback" not in text, text[-3000:]
-    assert "Ctrl-C: saving after the current step" in text
-    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
 # --- steps that are not finite ----------------------------------------------------------------------------------------
@@ -472,7 +446,7 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
     assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
 
 
-# --- what the user can mend -------------------------------------------------------------------------------------------
+# --- what the user can fix --------------------------------------------------------------------------------------------
 
 
 def reports(folder: Path) -> dict[str, str]:
@@ -504,21 +478,3 @@ def test_a_bug_shows_its_traceback(tiny, tmp_path, monkeypatch, started):
     status, error = started(flags(tiny, tmp_path, 2))
     assert status == 1 and "Traceback" in error and error.splitlines()[-1].startswith("ValueError: invalid literal")
     assert "Traceback" in reports(tmp_path)[".txt"] and len(reports(tmp_path)) == 1
-
-
-def load_nothing(state, path):
-    """Runs in a process of a pool; `load_picture` refuses the path."""
-    from llava.asking import load_picture
-
-    load_picture(path)
-
-
-def test_only_what_was_foreseen_is_one_line():
-    def caught(do):
-        with pytest.raises(Exception) as raised:
-            do()
-        return failures.refusal(raised.value)
-
-    assert caught(lambda: list(in_processes(load_nothing, None, ["/x.png"]))) == "--image-file /x.png: no such file"
-    assert caught(lambda: Path("/x.json").read_text()) == "[Errno 2] No such file or directory: '/x.json'"
-    assert caught(lambda: json.loads("{")) is None and caught(lambda: {}["x"]) is None

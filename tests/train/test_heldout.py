@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from data_files import write_varied
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from training import LORA, build, flags, losses
 
@@ -26,6 +27,14 @@ def heldout(tiny):
 
 def logged(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    """All weights that a folder holds, by file and name."""
+    files = {f.name: load_file(f) for f in folder.glob("*.safetensors")}
+    bins = [f for f in folder.glob("*.bin") if f.name != "training_args.bin"]
+    files |= {f.name: torch.load(f, weights_only=True) for f in bins}
+    return {f"{file} {name}": tensor for file, content in files.items() for name, tensor in content.items()}
 
 
 def evaluations(folder) -> list[dict]:
@@ -102,10 +111,8 @@ def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout,
         flags(tiny, tmp_path / "with", stage, eval_data_path=heldout, eval_on_start=True, **EVALS, **options)
     )
     assert losses(tmp_path / "with" / LOG_FILE) == losses(tmp_path / "without" / LOG_FILE)
-    files = [f for pattern in ("*.safetensors", "*.bin") for f in (tmp_path / "without").glob(pattern)]
-    for file in files:
-        if file.name != "training_args.bin":
-            assert file.read_bytes() == (tmp_path / "with" / file.name).read_bytes(), file.name
+    ours, theirs = tensors(tmp_path / "with"), tensors(tmp_path / "without")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     found = evaluations(tmp_path / "with")
     assert [line["step"] for line in found] == [0, 1, 2, 3]
     assert found[-1]["eval/loss"] < found[0]["eval/loss"]
@@ -140,15 +147,8 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
     assert best < 4
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["best_global_step"] == best and state["best_model_checkpoint"] == f"{tmp_path}/checkpoint-{best}"
-    folder = tmp_path / f"checkpoint-{best}"
-    names = ["mm_projector.bin"] if stage == 1 else ["adapter_model.safetensors", "non_lora_trainables.bin"]
-    names = names if stage == 1 or more is LORA else ["model.safetensors"]
-    for name in names:
-        if name.endswith(".bin"):
-            ours, theirs = (torch.load(f / name, weights_only=True) for f in (tmp_path, folder))
-            assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-        else:
-            assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    ours, theirs = tensors(tmp_path), tensors(tmp_path / f"checkpoint-{best}")
+    assert theirs and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -160,16 +160,9 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
         ({"eval_data_path": "x.json"}, "--eval_data_path x.json: nothing says when it is read"),
         (EVALS, "--eval_strategy needs held-out records; name them with --eval_data_path"),
         (
-            {
-                "eval_data_path": "x.json",
-                "load_best_model_at_end": True,
-                "save_steps": 2,
-                "save_strategy": "steps",
-                **EVALS,
-            },
-            "--load_best_model_at_end: --save_steps 2 must equal --eval_steps 1",
+            {"eval_data_path": "x.json", "load_best_model_at_end": True, "save_strategy": "steps", **EVALS},
+            "--load_best_model_at_end: --save_steps 500 must equal --eval_steps 1",
         ),
-        ({"eval_data_path": "x.json", "per_device_eval_batch_size": 0, **EVALS}, "--per_device_eval_batch_size"),
         (
             {"eval_data_path": "x.json", "lr_scheduler_type": "reduce_lr_on_plateau", **EVALS},
             "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide the learning rate",
@@ -177,10 +170,7 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
     ],
 )
 def test_wrong_flags_are_named(tiny, tmp_path, options, message):
-    if options.get("eval_data_path") == "x.json":
-        options = options | {"eval_data_path": tiny / "data/pretrain.json"}
-        message = message.replace("x.json", str(tiny / "data/pretrain.json"))
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises(ValueError, match=message):
         train_module.train(flags(tiny, tmp_path, 2, **options))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from training import build, flags, run
 
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.optim import MasterWeights, keeps_masters, load_masters
+from llava.train.optim import MasterWeights, load_masters
 from llava.train.telemetry import LOG_FILE
 
 
@@ -86,15 +86,6 @@ def test_masters_are_saved_with_optimizer_state_and_load_into_fp32(dtype):
     other.load_state_dict(optimizer.state_dict())
     ours, found = masters.of(first[0].parameters()), theirs.of(second[0].parameters())
     assert all(b.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(ours, found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"), [("bf16", False), ("lora_enable", True), ("world_size", 2), ("deepspeed", 1)]
-)
-def test_only_a_single_process_in_bf16_without_deepspeed_keeps_masters(flag, value):
-    settings = {"bf16": True, "deepspeed": None, "lora_enable": False, "world_size": 1}
-    assert keeps_masters(type("Flags", (), settings))
-    assert not keeps_masters(type("Flags", (), settings | {flag: value}))
 
 
 def test_trained_weights_but_the_projectors_are_bf16_and_updated_in_fp32(tiny, tmp_path):

@@ -10,10 +10,10 @@ import saved_models
 import torch
 from saved_models import SAVED
 from tiny_models import SIZES, make
-from training import flags, load, loaded, losses
+from training import flags, load
 from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
-from llava.attach import attach, attached_norms, load_attached
+from llava.attach import attach, attached_norms
 from llava.export.hf import export
 from llava.export.remote_code import code
 from llava.mm_utils import load_tokenizer
@@ -23,7 +23,6 @@ from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import train as train_module
 from llava.train.arguments import parse_flags
-from llava.train.telemetry import LOG_FILE
 from llava.utils import plugins
 
 NORM = """
@@ -139,19 +138,13 @@ def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
 # --- in other trainers ------------------------------------------------------------------------------------------------
 
 
-def test_attach_takes_a_plug_ins_norm(half, tmp_path):
+def test_attach_takes_a_plug_ins_norm(half):
     model = saved_models.filled(SAVED["llava"].model()).eval()
     with pytest.raises(ValueError, match="norm: expected one of layernorm, .*; found 'half_rmsnorm'"):
         attach(model, "half_rmsnorm")
     plugins.load(half)
-    attach(model, "half_rmsnorm").save_pretrained(tmp_path / "attached")
-    forget()
-    with pytest.raises(ValueError, match="found 'half_rmsnorm'"):
-        load_attached(str(tmp_path / "attached"))
-    plugins.load(half)
-    again = load_attached(str(tmp_path / "attached"))
-    assert [type(norm).__name__ for norm in attached_norms(again)] == ["HalfNorm"]
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+    attach(model, "half_rmsnorm")
+    assert [type(norm).__name__ for norm in attached_norms(model)] == ["HalfNorm"]
 
 
 # --- flags and files --------------------------------------------------------------------------------------------------
@@ -170,10 +163,7 @@ def test_flags_may_name_the_plug_ins_parts_before_or_after_it(tiny, tmp_path, ha
     ("content", "message"),
     [
         (None, "FileNotFoundError"),
-        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("def f(:", "SyntaxError"),
         (NORM.replace("half_rmsnorm", "layernorm"), "the norm 'layernorm' exists already; take another name"),
-        ("from llava.plugin import register_norm\nregister_norm('x', int)", "expected a subclass of ProjectorNorm"),
         (NORM + "1 / 0", "ZeroDivisionError"),
     ],
 )
@@ -214,42 +204,15 @@ register_family(Decoder("OwnSeed", SeedOssConfig, SeedOssModel, SeedOssForCausal
 """
 
 
-@pytest.fixture(scope="module")
-def trained_family(tiny, tmp_path_factory):
-    """A finished run of a decoder of a plug-in's family, with checkpoints; the language model; and the plug-in."""
-    folder = tmp_path_factory.mktemp("family")
-    path = folder / "decoder.py"
-    path.write_text(FAMILY)
+def test_a_decoder_family_computes_as_the_plain_decoder(tiny, tmp_path):
+    (tmp_path / "decoder.py").write_text(FAMILY)
     torch.manual_seed(0)
     options = {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}
-    config = SeedOssConfig(**SIZES | options, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    SeedOssForCausalLM(config).save_pretrained(folder / "plain")
-    load_tokenizer(str(tiny / "llama")).save_pretrained(folder / "plain")
-    options = {"model": folder / "plain", "plugin": path, "save_strategy": "steps", "save_steps": 1}
-    train_module.train(flags(tiny, folder / "run", 2, **options))
-    forget()
-    return folder / "run", folder / "plain", path
-
-
-def test_a_decoder_family_computes_as_the_plain_decoder_trains_and_resumes(tiny, tmp_path, trained_family):
-    run, plain, path = trained_family
-    plugins.load(path)
+    plain = SeedOssForCausalLM(SeedOssConfig(**SIZES | options, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    load_tokenizer(str(tiny / "llama")).save_pretrained(tmp_path / "plain")
+    plugins.load(tmp_path / "decoder.py")
     ids = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours, theirs = (model.eval()(input_ids=ids).logits for model in (make(tiny, plain), read_plain(plain)))
+        ours, theirs = (model.eval()(input_ids=ids).logits for model in (make(tiny, tmp_path / "plain"), plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    forget()
-
-    shutil.copytree(run / "checkpoint-1", tmp_path / "run/checkpoint-1")
-    shutil.copy(run / "resume.json", tmp_path / "run")
-    options = {"model": plain, "plugin": path, "save_strategy": "steps", "save_steps": 1}
-    train_module.train(flags(tiny, tmp_path / "run", 2, **options))
-    assert losses(tmp_path / "run" / LOG_FILE)[-1] == losses(run / LOG_FILE)[-1]
-    weights = [loaded(folder, torch.float32).state_dict() for folder in (run, tmp_path / "run")]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    trained = weights[0]["model.layers.0.self_attn.o_proj.bias"]
-    assert not torch.equal(trained, read_plain(plain).state_dict()["model.layers.0.self_attn.o_proj.bias"])
-
-
-def read_plain(folder):
-    return SeedOssForCausalLM.from_pretrained(folder)

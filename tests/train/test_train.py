@@ -15,7 +15,7 @@ from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
-from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
+from llava.train.telemetry import LOG_FILE
 
 
 def build(tiny, tmp_path, stage, **overrides):
@@ -59,28 +59,6 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     assert config["mm_projector_norm_init_gain"] == pytest.approx(target / embedding.shape[1] ** 0.5, rel=1e-6)
     first = json.loads((stage_1 / LOG_FILE).read_text().splitlines()[0])
     assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
-
-
-def test_log_has_every_measurement(stage_1):
-    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
-    wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "data_wait_share"}
-    wanted |= {"model_tflops_per_second", "peak_memory_gib"}
-    for line in steps:
-        assert wanted <= line.keys()
-        assert all(line[key] > 0 for key in wanted)
-        assert "mfu" not in line  # a CPU has no datasheet peak
-
-
-def test_step_without_pictures_logs_nothing_about_visual_tokens(tiny, tmp_path):
-    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
-    (tmp_path / "text.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
-    run(tiny, tmp_path / "run", 2, max_steps=1, data_path=tmp_path / "text.json")
-    line = json.loads((tmp_path / "run" / LOG_FILE).read_text().splitlines()[0])
-    places = {key.split("/")[1] for key in line if key.startswith(("norm/", "grad_norm/"))}
-    assert places == {"text_embeddings", "gain_mean_abs"}
 
 
 @pytest.mark.slow
@@ -148,13 +126,6 @@ def test_checkpoint_with_projector_refuses_other_norm_flags(tiny, tmp_path, stag
     model = build(tiny, tmp_path, 2, model_name_or_path=stage_1, vision_tower=None)
     saved = load_file(stage_1 / "model.safetensors")
     assert all(torch.equal(model.state_dict()[k], v) for k, v in saved.items())
-
-
-def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
-    weights, config = run(tiny, tmp_path / "s1", 1, mm_projector_norm_learnable=False)
-    gain = weights["model.mm_projector.3.weight"]
-    assert torch.equal(gain, torch.full_like(gain, config["mm_projector_norm_init_gain"]))
-    assert not weights["model.mm_projector.3.bias"].any()
 
 
 @pytest.mark.slow
@@ -252,20 +223,15 @@ def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
     ("overrides", "message"),
     [
         ({"data_path": "/nowhere.json"}, "--data_path /nowhere.json: no such file"),
-        ({"image_folder": "/nowhere"}, "--image_folder /nowhere: no such folder"),
         ({"vision_tower": None}, "--vision_tower is missing"),
-        ({"mm_vision_select_layer": -9}, "--mm_vision_select_layer -9: the tower has 3 layers"),
-        ({"mm_tunable_parts": "everything", "tune_mm_mlp_adapter": None}, "--mm_tunable_parts: unknown everything"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
         ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
         (
             {"dataloader_drop_last": True, "per_device_train_batch_size": 25},
             "--dataloader_drop_last True leaves no step: a step has 25 samples, the data has 24",
         ),
-        ({"mm_use_im_start_end": True}, "--mm_use_im_start_end must be False"),
         ({"norm": "none", "mm_projector_norm_init": 0.5}, "_norm_init has no effect with --mm_projector_norm none"),
         ({"max_tokens_per_micro_batch": 9, "padding_free": False}, "_micro_batch needs --padding_free True"),
-        ({"length_group_window": 4}, "--length_group_window has no effect without --group_by_modality_length"),
         ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
         ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
     ],
