@@ -1,13 +1,11 @@
-"""Fuzz targets over records and pictures: files go all the way to samples and batches.
+"""Fuzzes records and pictures: files go all the way to samples and batches.
 
-    python tests/nightly/fuzz_data.py --target bytes --seconds 600 --seed 1
-    python tests/nightly/fuzz_data.py --target keys --seconds 600 --seed 1
+    python tests/nightly/fuzz_data.py --target bytes|keys --seconds 600 --seed 1
 
-A case of `bytes` changes a few bytes of a JSON, JSONL, Parquet, zip or picture file, reads it, preflights it, and makes
-samples of what was let through. A case of `keys` writes records with misspelt, missing, moved and further keys and
-placeholders; every sample must have the pictures that its record names, one for each `<image>` of its text, and
-untouched records must pass. Allowed are samples, faults of named records, and a ValueError or OSError that names the
-file. Anything else, or a case of more than 20 seconds, ends the run and leaves its files and seed.
+A case of `bytes` changes a few bytes of a file. A case of `keys` writes records with misspelt, missing, moved and
+further keys and placeholders; every sample must have the pictures that its record names, one for each `<image>` of its
+text, and untouched records must pass. Allowed are samples, faults of named records, and a ValueError or OSError that
+names the file. Anything else, or a case of more than 20 seconds, ends the run and leaves its files and seed.
 """
 
 import argparse
@@ -57,25 +55,20 @@ _PIECES = [b"", b"\x00", b"\xff", b'"', b"{", b"]", b"\\u", b"<image>", b"../", 
 def run(
     folder: Path, seed: int, seconds: float, cases: int | None = None, target: str = "bytes"
 ) -> tuple[int, Counter]:
-    """Runs `cases` cases, or as many as fit in `seconds`; returns their number, and how often each outcome came.
-
-    Raises:
-        AssertionError: a case ended in a way that is not allowed.
-    """
+    """Runs `cases` cases, or as many as fit in `seconds`; returns their number, and how often each outcome came."""
     digests._CLOCK_STEP = 0.0
     warnings.simplefilter("ignore")  # Pillow's, about damaged pictures
-    tokenizer = byte_tokenizer()
+    tokenizer, case = byte_tokenizer(), {"bytes": _bytes_case, "keys": _keys_case}[target]
     end, done, outcomes = time.monotonic() + seconds, 0, Counter()
     while done != cases and time.monotonic() < end:
         place = folder / f"{seed}-{done}"
         place.mkdir(parents=True)
         faulthandler.dump_traceback_later(_LONGEST_CASE, exit=True)
         try:
-            outcomes.update(_TARGETS[target](place, random.Random(f"{seed} {done}"), tokenizer))
+            outcomes.update(case(place, random.Random(f"{seed} {done}"), tokenizer))
         except Exception as error:
             raise AssertionError(f"case {done} of seed {seed}, files in {place}: {error!r}") from error
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
         shutil.rmtree(place)
         done += 1
     return done, outcomes
@@ -116,18 +109,16 @@ def _write(folder: Path, kind: str, records: list[dict], form: str, rng: random.
 
 
 def _write_table(folder: Path, records: list[dict], rng: random.Random) -> bool:
-    """Whether the records could be written as rows with paths, bytes, or structs of both for pictures."""
-    style = rng.choice(("path", "bytes", "struct"))
+    """Whether the records could be written as rows with paths, or structs of bytes and path, for pictures."""
+    as_struct, keys = rng.random() < 0.7, dict.fromkeys(key for record in records for key in record)
 
     def value(cell: object) -> object:
         if isinstance(cell, list):
             return [value(item) for item in cell]
-        if style == "path" or not isinstance(cell, str) or not (folder / "images" / cell).is_file():
+        if not as_struct or not isinstance(cell, str) or not (folder / "images" / cell).is_file():
             return cell
-        content = (folder / "images" / cell).read_bytes()
-        return content if style == "bytes" else {"bytes": content, "path": cell}
+        return {"bytes": (folder / "images" / cell).read_bytes(), "path": cell}
 
-    keys = dict.fromkeys(key for record in records for key in record)
     try:
         table = {k: [r.get(k) if k in ("conversations", "id") else value(r.get(k)) for r in records] for k in keys}
         pq.write_table(pa.table(table), folder / "a.parquet", row_group_size=rng.choice((1, 2, 5)))
@@ -261,19 +252,11 @@ def _renamed(record: dict, old: str, new: str) -> dict:
     return {new if key == old else key: value for key, value in record.items()}
 
 
-_TARGETS = {"bytes": _bytes_case, "keys": _keys_case}
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", choices=list(_TARGETS), default="bytes")
+    parser.add_argument("--target", default="bytes")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # samples that are cut are warned of
-    done, outcomes = run(Path(tempfile.mkdtemp(prefix="fuzz-")), args.seed, args.seconds, target=args.target)
-    print(f"{done} cases: {dict(outcomes)}")
-
-
-if __name__ == "__main__":
-    main()
+    print(*run(Path(tempfile.mkdtemp(prefix="fuzz-")), args.seed, args.seconds, target=args.target))

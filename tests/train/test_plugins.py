@@ -150,15 +150,6 @@ def test_attach_takes_a_plug_ins_norm(half):
 # --- flags and files --------------------------------------------------------------------------------------------------
 
 
-def test_flags_may_name_the_plug_ins_parts_before_or_after_it(tiny, tmp_path, half):
-    other = tmp_path / "other.py"
-    other.write_text(OTHERS)
-    given = flags(tiny, tmp_path / "run", 1, norm="half_rmsnorm", mm_projector_type="pooled_2x")
-    model, _, _ = parse_flags([*given, "--plugin", str(half), "--plugin", f"{other},{half}"])
-    assert model.plugin == [str(half), f"{other},{half}"] and model.mm_projector_type == "pooled_2x"
-    assert sorted(plugins.digests) == ["my_parts.py", "other.py"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

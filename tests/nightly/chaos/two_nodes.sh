@@ -2,21 +2,16 @@
 # Two hosts in network namespaces of this machine, joined by a veth pair: they train by ZeRO-3, lose the link in
 # mid-run, both end in bounded time, and go on after a restart. Needs no root, but a kernel that allows namespaces;
 # elsewhere it says so and exits with 0.
-#   bash tests/nightly/chaos/two_nodes.sh          a tiny model, some minutes
-#   bash tests/nightly/chaos/two_nodes.sh demo     SmolLM2-135M and the tower of the demo preset, which are prepared first
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../../scripts/lib.sh"
-MODEL=${1:-tiny}
-require_one_of MODEL "tiny demo"
-if [ "${2:-}" != inside ]; then
+if [ "${1:-}" != inside ]; then
   if ! unshare --net --mount --uts --map-root-user ip link add probe type veth peer name other 2>/dev/null; then
     echo "skipped: this machine allows no network namespace with a veth pair (unshare --net --uts --map-root-user; ip link add)"
     exit 0
   fi
   ensure_environment # here, since the hosts have no network
-  [ "$MODEL" = tiny ] || for name in smollm2 scenes tower; do "$PYTHON_BIN" -m playground "$name"; done
-  exec unshare --net --mount --uts --map-root-user bash tests/nightly/chaos/two_nodes.sh "$MODEL" inside
+  exec unshare --net --mount --uts --map-root-user bash tests/nightly/chaos/two_nodes.sh inside
 fi
 LLAVA_PYTHON=$(command -v "$PYTHON_BIN")
 WORK=$(mktemp -d)
@@ -35,4 +30,4 @@ printf '127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n' >"$WORK/hosts"
 mount --bind "$WORK/hosts" /etc/hosts
 export LLAVA_PYTHON WORK OTHER_HOST DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$ROOT:$ROOT/tests/nightly:$ROOT/tests/helpers${PYTHONPATH:+:$PYTHONPATH}"
-"$LLAVA_PYTHON" -m chaos.two_nodes "$MODEL"
+"$LLAVA_PYTHON" -m chaos.two_nodes

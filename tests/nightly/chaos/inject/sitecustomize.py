@@ -23,48 +23,41 @@ def is_rank() -> bool:
 def strike(chaos: dict) -> None:
     """Does what `chaos` says, in the middle of a step."""
     Path(chaos["struck"]).write_text(str(time.time()))
-    if chaos["what"] == "kill":
+    what = chaos["what"]
+    if what in ("kill", "kill_in_save"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif chaos["what"] == "raise":
+    elif what == "raise":
         raise ValueError("injected fault: this rank fails")
-    elif chaos["what"] == "hang":
+    elif what == "hang":
         time.sleep(3600)
-    elif chaos["what"] == "signal":
-        os.kill(int(Path(chaos["pid_file"]).read_text()), getattr(signal, chaos["signal"]))
-    elif chaos["what"] == "signal_rank":
-        os.kill(os.getpid(), getattr(signal, chaos["signal"]))
-    elif chaos["what"] == "cut_link":
+    elif what in ("signal", "signal_rank"):
+        process = int(Path(chaos["pid_file"]).read_text()) if what == "signal" else os.getpid()
+        os.kill(process, getattr(signal, chaos["signal"]))
+    elif what == "cut_link":
         subprocess.run(["ip", "link", "set", chaos["link"], "down"], check=True)
-    elif chaos["what"] == "fill_disk":
-        folder = Path(chaos["folder"])
-        with (folder / "filler").open("wb") as file:
-            free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-            file.write(bytes(max(0, free - 65536)))
+    elif what == "fill_disk":
+        free = os.statvfs(chaos["folder"]).f_bavail * os.statvfs(chaos["folder"]).f_frsize
+        Path(chaos["folder"], "filler").write_bytes(bytes(max(0, free - 65536)))
 
 
 def install(chaos: dict) -> None:
     """Wraps the trainer's methods."""
     from llava.train.llava_trainer import LLaVATrainer
 
-    def due(trainer) -> bool:
-        if chaos.get("once") and Path(chaos["struck"]).exists():
-            return False
-        return trainer.args.process_index in chaos["ranks"] and trainer.state.global_step == chaos["step"]
+    def strikes_before(name: str, in_save: bool) -> None:
+        original = getattr(LLaVATrainer, name)
 
-    get_batch_samples, save_rng = LLaVATrainer.get_batch_samples, LLaVATrainer._save_rng_state
+        def struck(trainer, *args, **kwargs):
+            due = trainer.args.process_index in chaos["ranks"] and trainer.state.global_step == chaos["step"]
+            again = chaos.get("once") and Path(chaos["struck"]).exists()
+            if due and not again and in_save == (chaos["what"] == "kill_in_save"):
+                strike(chaos)
+            return original(trainer, *args, **kwargs)
 
-    def struck_batches(self, *args, **kwargs):
-        result = get_batch_samples(self, *args, **kwargs)
-        if due(self) and chaos["what"] != "kill_in_save":
-            strike(chaos)
-        return result
+        setattr(LLaVATrainer, name, struck)
 
-    def struck_save(self, output_dir):
-        if due(self) and chaos["what"] == "kill_in_save":
-            strike(chaos | {"what": "kill"})
-        save_rng(self, output_dir)
-
-    LLaVATrainer.get_batch_samples, LLaVATrainer._save_rng_state = struck_batches, struck_save
+    strikes_before("training_step", in_save=False)
+    strikes_before("_save_rng_state", in_save=True)
 
 
 if os.environ.get("CHAOS") and is_rank():
