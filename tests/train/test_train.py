@@ -13,7 +13,6 @@ from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
-from llava.train.llava_trainer import LLaVATrainer
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 from llava.train.telemetry import LOG_FILE
 
@@ -163,21 +162,6 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
     )
     for name in large:
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cap", "micro_batches"), [(10**6, [1]), (450, [4, 5, 6]), (1, [8])])
-def test_a_token_cap_decides_only_the_micro_batches_of_each_step(tiny, tmp_path, monkeypatch, cap, micro_batches):
-    options = {"max_steps": 5, "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "telemetry_steps": 0}
-    options |= {"data_path": write_varied(tiny, tmp_path / "data.json"), "per_device_train_batch_size": 1}
-    options |= {"gradient_accumulation_steps": 8}
-    plain, _ = run(tiny, tmp_path / "plain", 2, **options)
-    step, steps = LLaVATrainer.training_step, []
-    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *args: steps.append(len(args[2])) or step(*args))
-    capped, _ = run(tiny, tmp_path / "capped", 2, max_tokens_per_micro_batch=cap, **options)
-    assert len(steps) == 5 and set(steps) <= set(micro_batches)
-    for name in plain:
-        torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
