@@ -189,8 +189,6 @@ def scores_table(stats: Statistics) -> Rows:
         row |= {"chance": None if (chance := chance_of(stats, task)) is None else f"{chance:.1f}"}
         if task in stats.tasks:
             row |= {"questions": len(stats.record["questions"][task]), "metric": stats.facts(task).get("metric")}
-            answers = [entry.get("answers", {}).get(task, []) for entry in stats.record["runs"]]
-            row |= {"empty answers": sum(not text.strip() for own in answers for text in own)}
         rows.append(row)
     return rows
 
@@ -241,11 +239,9 @@ def controls_table(stats: Statistics) -> Rows:
     rows: Rows = []
     for arm in stats.arms:
         runs = [stats.by_run[arm, seed]["controls"] for seed in stats.seeds]
-        row: dict[str, Any] = {"arm": arm, "picture": in_digits(float(np.mean(stats.scores[arm][stats.overall])), 3)}
-        for name in runs[0]:
-            means = [np.mean([run[name][task] for task in stats.counted]) for run in runs]
-            row[name] = in_digits(float(np.mean(means)), 3)
-        rows.append(row)
+        means = {"picture": np.mean(stats.scores[arm][stats.overall])}
+        means |= {name: np.mean([[run[name][task] for task in stats.counted] for run in runs]) for name in runs[0]}
+        rows.append({"arm": arm} | {name: in_digits(float(mean), 3) for name, mean in means.items()})
     return rows
 
 
@@ -333,11 +329,8 @@ def caveats(stats: Statistics) -> list[str]:
             f"Intervals are Student's t over the {len(stats.seeds)} seeds' paired differences; the questions are those "
             f"asked. “{UNDECIDED}” means that no difference is shown, and none within the interval is excluded."
         )
-        count = sum(bool(result["verdict"]) for by_task in stats.results.values() for result in by_task.values())
         if not stats.plan:
-            notes.append(
-                f"Of {count} verdicts at 95 % about {count / 20:.1f} would be wrong by chance if no arm differed."
-            )
+            notes.append("Verdicts are not corrected for their number: one in twenty is wrong if no arm differs.")
     else:
         seeds = "One seed" if len(stats.seeds) == 1 else f"{len(stats.seeds)} seeds"
         notes.append(
