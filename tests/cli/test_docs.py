@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES, OTHERS
-from llava.model.multimodal_projector.norm import NORM_TYPES
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -163,23 +161,6 @@ def test_every_command_flag_variable_and_script_that_a_page_uses_is_known(helps)
     ]
     wrong += [f"{page}: {' '.join(words)}: {fault}" for page, words in CALLS for fault in faults(words, helps)]
     assert wrong == []
-
-
-@pytest.mark.slow
-def test_every_recipe_of_a_page_is_one_that_the_scripts_take():
-    """Presets, norms and other values too: the dry run of a misspelt one is refused."""
-    recipes = set()
-    for _, words in CALLS:
-        command = split_variables(words)[1]
-        if command[:1] == ["bash"] and command[1] in RECIPES and "--help" not in command:
-            recipes.add((tuple(words[: -len(command)]), tuple(command[1:])))
-    assert len(recipes) > 10
-    for variables, (script, *flags) in recipes:
-        values = dict(word.split("=", 1) for word in variables if "=" in word)
-        if "PLUGINS" not in values:  # the reader's own file
-            gpus = {"NUM_GPUS": 0 if values.get("PRESET") == "demo" else 8}
-            run = resolved_run(Path(script).stem, *flags, **gpus | values)
-            assert run["flags"]["mm_projector_norm"] in NORM_TYPES, values
 
 
 def faults(words: list[str], helps: dict[str, str]) -> list[str]:

@@ -80,23 +80,6 @@ def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatc
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "97"]]
 
 
-def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path):
-    def train(part, stage, variables, saves):
-        assert not saves
-        written.append([row["stage"] for row in part.measured_rows()])
-        return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0 of 2.0 GiB"
-
-    written: list[list[int]] = []
-    made: list[str] = []
-    monkeypatch.setattr(gpu_parts, "train", train)
-    monkeypatch.setattr(gpu_parts, "run_logged", lambda part, name, *_: made.append(name) or "")
-    (part := PartRun("zero3_3b", tmp_path, cpu=True)).execute()
-    result = gpu_check.read(tmp_path, "zero3_3b", cpu=True)
-    assert written == [[], [1]] and [row["stage"] for row in part.measured_rows()] == [1, 2]
-    assert result["status"] == MEASURED and result["rows"] == part.measured_rows()
-    assert made == ["models"] and (tmp_path / "inputs/tiny").is_dir()  # once, for all parts
-
-
 def test_a_run_that_saves_nothing_is_ended_with_all_it_started_at_its_last_step(tmp_path):
     log = tmp_path / "steps"
     command = ["sh", "-c", f"sleep 98 & echo loss >{log}; wait"]

@@ -13,7 +13,6 @@ from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal, parse_flags
 from llava.launch.supervise import Supervisor
-from llava.utils.machine import cpu_quota
 from llava.utils.provenance import COMPLETE
 
 CPU = {"NUM_GPUS": "0"}
@@ -101,15 +100,6 @@ def test_hostfile_gives_nodes_and_gpus(tmp_path):
     hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
     with pytest.raises(Refusal, match="NUM_GPUS"):
         resolve_devices({"HOSTFILE": str(hostfile)})
-
-
-def test_cpu_quota_of_the_control_group(tmp_path):
-    file = tmp_path / "cpu.max"
-    assert cpu_quota(file) is None
-    file.write_text("150000 100000\n")
-    assert cpu_quota(file) == 1.5
-    file.write_text("max 100000\n")
-    assert cpu_quota(file) is None
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------
