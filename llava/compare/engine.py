@@ -27,8 +27,6 @@ from llava.utils.machine import available_cores
 
 DEMO = "demo"
 EXTRAS = "train,playground,eval,analysis"  # of the environment of comparisons
-WHOLE_RUNS = dict.fromkeys(OF_ONE_STAGE, "")
-"""Variables of every run of an experiment."""
 _ARMS = "--arms sets it, as in layernorm@4x, layernorm-fixed or pre_layernorm_mlp2x_gelu"
 _SET_BY = {
     "PRESET": "--preset sets it",
@@ -97,7 +95,7 @@ class Experiment:
             own |= {"SEED": str(run.seed), "RUN_NAME": f"{run.arm}-seed-{run.seed}-{stage}"}
         own |= {"OUTPUT_DIR": str(run.folder(stage).resolve())}
         own |= {"PRETRAIN_ADAPTER": str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")}
-        own |= WHOLE_RUNS | parse_arm(run.arm).settings | self.data_settings(stage)
+        own |= dict.fromkeys(OF_ONE_STAGE, "") | parse_arm(run.arm).settings | self.data_settings(stage)
         return own | {name: str(value) for name, value in self.rates(run).get(stage, {}).items()}
 
     def rates(self, run: Run) -> Mapping[str, Mapping[str, object]]:

@@ -17,8 +17,6 @@ from llava.utils.presentation import NEUTRAL, STYLE, TEXT_COLOUR, import_pyplot,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
-
 
 def svg(draw: Callable[..., "Figure"], *what: object) -> bytes:
     """What `draw(*what, pyplot)` draws, as SVG."""
@@ -45,6 +43,7 @@ def differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(rows)), layout="constrained")
     look, labels = looks(stats.arms), []
     if stats.plan:
+        axes.axhline(len(stats.plan.primary) - 0.5, color=NEUTRAL, linewidth=0.8)
         axes.axvspan(-stats.plan.margin, stats.plan.margin, color=NEUTRAL, alpha=0.12, linewidth=0)
     for row, (name, arm, result) in enumerate(rows):
         colour, seeds = look[arm]["color"], result["by_seed"]
@@ -54,9 +53,6 @@ def differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
         axes.plot(seeds, [row] * len(seeds), "o", color=colour, fillstyle="none", markersize=5)
         labels.append(arm if stats.plan else f"{TITLES.get(name, name)}, {arm}")
     axes.axvline(0, color=NEUTRAL, linewidth=0.8)
-    group = len(stats.plan.primary) if stats.plan else len(stats.results)
-    for edge in [group] if stats.plan else range(group, len(rows), group):
-        axes.axhline(edge - 0.5, color=NEUTRAL, linewidth=0.8)
     axes.set_yticks(range(len(rows)), labels)
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=f"points above {stats.baseline}: interval, circles: seeds")
     axes.grid(axis="y", visible=False)
@@ -80,7 +76,7 @@ def _curve(runs: Sequence[Mapping[str, Any]], key: str, pyplot: ModuleType) -> "
     for entry in runs:
         for points in curves_of(entry, key):
             axes.plot(*points.T, color=look[entry["arm"]]["color"], linewidth=1.2, alpha=0.8)
-    for points in curves_of(runs[0], TEXT) if key == VISUAL else ():
+    for points in curves_of(runs[0], "norm/text_embeddings") if key == "norm/llm_input" else ():
         axes.plot(*points.T, color=TEXT_COLOUR, linestyle=":")
     boundary = max(entry["stages"][STAGES[0]]["steps"] for entry in runs)
     axes.axvline(boundary + 0.5, color=NEUTRAL, linewidth=0.8)

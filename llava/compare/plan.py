@@ -64,11 +64,6 @@ class Plan:
     pilot: str = ""
 
     @property
-    def own_fields(self) -> tuple[str, ...]:
-        """The fields in which its arms may differ."""
-        return tuple(RATES.values()) if self.settings else ()
-
-    @property
     def confidence(self) -> float:
         """That of each primary interval, so that all together have 95 % (Bonferroni)."""
         return confidence_of(max(1, len(self.primary)))

@@ -77,7 +77,7 @@ class Planned(Experiment):
 
     @property
     def runs(self) -> list[Run]:
-        return [replace(run, own=self.plan.own_fields) for run in super().runs]
+        return [replace(run, own=tuple(RATES.values()) if self.plan.settings else ()) for run in super().runs]
 
     @property
     def asked(self) -> Path:
@@ -156,13 +156,13 @@ class Planned(Experiment):
         self.answered.add(name)
         if not self.answered.issuperset(run.name for run in runs):
             return
-        add_runs(self.record, runs, self.answers_of, plan=self.plan.digest)
+
+        def answers_of(run: Run) -> dict[str, Results]:
+            return {control: read_results(run.folder(HELD_OUT) / control) for control in self.plan.controls}
+
+        add_runs(self.record, runs, answers_of, plan=self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))
         write_record(self.record, self.folder / FILE)
-
-    def answers_of(self, run: Run) -> dict[str, Results]:
-        """A run's answers by control."""
-        return {control: read_results(run.folder(HELD_OUT) / control) for control in self.plan.controls}
 
 
 @dataclass

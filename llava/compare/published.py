@@ -72,11 +72,7 @@ def revisions(folder: Path) -> dict[str, str]:
 
 
 def missing_data(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The data sets of `llava.data.prepare` of which files are missing where the scripts expect them.
-
-    Args:
-        recipes: what stages would run, as `DRY_RUN=json` prints it.
-    """
+    """The data sets of `llava.data.prepare` of which stages lack files; `recipes` are as `DRY_RUN=json` prints them."""
     from llava.data.prepare import SOURCES  # takes a second
 
     inputs = [each for recipe in recipes for each in recipe["inputs"]]

@@ -63,10 +63,8 @@ class Quickstart(Experiment):
         """Every part in its order."""
         self.check_settings()
         self.prepare()
-        width = len(self.places())
-        order = "in sequence" if width == 1 else f"{width} at a time"
-        title = f"2 of 3, {count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
-        self.part(title, {run.arm: self.lane(run) for run in self.runs})
+        arms = f"{count_of(len(self.arms), 'arm')}, {len(self.places())} at a time"
+        self.part(f"2 of 3, {arms}: stage 1, stage 2, answers", {run.arm: self.lane(run) for run in self.runs})
         self.page()
 
     def prepare(self) -> None:

@@ -106,9 +106,6 @@ class Comparison(Experiment):
         return replace(run.results, tasks={name: tasks[name] for name in names})
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `run`."""
     presets = sorted(path.stem for path in (ROOT / "scripts/presets").glob("*.sh"))
