@@ -55,10 +55,3 @@ def test_spellings_of_llavas_scripts_and_of_the_library_are_taken():
     _, _, training = parse_flags([*REQUIRED, *words])
     assert (training.max_steps, training.bf16, training.padding_free) == (7, True, False)
     assert training.activation_checkpointing is True
-
-
-def test_the_entry_chooses_the_default_attention():
-    model_args, _, _ = parse_flags(REQUIRED, attn_implementation="eager")
-    assert model_args.attn_implementation == "eager"
-    chosen, _, _ = parse_flags([*REQUIRED, "--attn_implementation", "sdpa"], attn_implementation="eager")
-    assert chosen.attn_implementation == "sdpa"

@@ -68,6 +68,18 @@ def test_a_path_that_is_something_else_is_named_as_what_it_is(inputs, tmp_path, 
     assert sum(state == "WRONG" for state, _ in states(inputs).values()) == 1
 
 
+def test_hub_names_are_not_local_paths_and_patterns_of_records_are_found(inputs):
+    hub = {
+        "MODEL_PATH": "owner/model",
+        "VISION_TOWER": "./no/such",
+        "DATA_PATH": f"{inputs['DATA_PATH'].parent}/*.json",
+    }
+    found = states(inputs | hub | {"PRETRAIN_ADAPTER": "llava/no-such-folder"})
+    listed = [found[what][0] for what in ("model", "vision tower", "data", "adapter")]
+    assert listed == ["hub", "MISSING", "found", "MISSING"]
+    assert "VISION_TOWER" in found["vision tower"][1] and "PRETRAIN_ADAPTER" in found["adapter"][1]
+
+
 def test_a_dry_run_with_an_input_missing_has_status_2_and_lists_it_as_json(inputs):
     variables = {"LLAVA_PYTHON": "false", "NUM_GPUS": 1}
     assert bash("scripts/finetune.sh", DRY_RUN=1, **inputs, **variables).returncode == 0

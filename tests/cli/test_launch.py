@@ -9,7 +9,6 @@ import pytest
 from llava.launch import supervise
 from llava.launch.command import preloads, resolve_launch
 from llava.launch.devices import Devices, resolve_batch, resolve_devices
-from llava.launch.inputs import check_inputs
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal, parse_flags
 from llava.launch.supervise import Supervisor
@@ -183,31 +182,6 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
     assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
     assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
-
-
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
-    (tmp_path / "data.json").write_text("[]")
-    data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json"
-    words = ["--model_name_or_path", "owner/model", "--vision_tower", "./no/such/tower", "--data_path", data]
-    words += ["--pretrain_mm_mlp_adapter", "llava/no-such-folder", "--deepspeed", "deepspeed_configs/zero3.json"]
-    devices = Devices(1, 1, True)
-    launch = resolve_launch({"LAUNCHER": "torchrun"}, devices, "", "name", "python", 1)
-    listed = check_inputs({}, parse_flags(words), devices, launch)
-    expected = [
-        ("hub", "model"),
-        ("MISSING", "vision tower"),
-        ("found", "data"),
-        ("found", "data"),
-        ("MISSING", "data"),
-    ]
-    assert [(f.state, f.what) for f in listed] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
-    hints = {f.what: f.hint for f in listed if f.state == "MISSING"}
-    assert "VISION_TOWER" in hints["vision tower"]
-    assert "set DATA_PATH to records that are there (docs/data.md)" in [f.hint for f in listed]
-    assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

@@ -293,18 +293,17 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
     raise AssertionError("what the rank had started lives on")
 
 
-def test_a_rank_that_was_killed_is_reported_as_killed(start):
-    process = start("SIGKILL")
+@pytest.mark.parametrize(
+    ("behaviour", "code", "said"),
+    [
+        ("SIGKILL", 137, "ended without a message: .* it was killed, by hand or because memory ran out"),
+        ("fails", 3, r"errors:\nrank 1: the real error\n(.*\n)*.*rank1.txt\n$"),
+    ],
+)
+def test_a_killed_rank_is_reported_and_the_error_of_the_first_that_failed_is_last(start, behaviour, code, said):
+    process = start(behaviour)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 137
-    assert re.search("ended without a message: .* it was killed, by hand or because memory ran out", stderr)
-
-
-def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
-    process = start("fails")
-    _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 3
-    assert "errors:\nrank 1: the real error\n" in stderr and stderr.rstrip().endswith("rank1.txt")
+    assert process.returncode == code and re.search(said, stderr), stderr
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
