@@ -1,114 +1,135 @@
-"""transformers' own test mixins: what passes on its LLaVA classes passes on the exported ones, with every norm.
+"""transformers' own tests of a model: what passes on its LLaVA class passes on the exported one, with every norm.
 
-`TRANSFORMERS_TESTS` is a folder; `bash scripts/test_all.sh mixins` sets it. It is a checkout of the installed release,
-or the tests of that release's source distribution are unpacked there, which leaves `GenerationTesterMixin` out.
+They are in the source distribution of the installed release, which comes from PyPI.
 """
 
-import json
-import os
 import subprocess
 import sys
 import tarfile
+import unittest
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from paths import ROOT
+from transformers.models.auto import modeling_auto
 
+from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
 RELEASE = f"transformers-{transformers.__version__}"
-REQUIRED = "parameterized==0.9.0"  # by the mixins
-PAIRS = [("stock", norm) for norm in NORM_TYPES]
-"""Classes of `mixin_classes.py`: the library's, and the exported one that is held to it."""
-LEAST = {"ModelTesterMixin": 80, "GenerationTesterMixin": 20}
-"""So many tests at least pass on the stock class; fewer say that the mixins did not run."""
+REQUIRED = "parameterized==0.9.0"  # by the tests
+LEAST = 80
+"""So many tests at least pass on the stock class; fewer say that they did not run."""
 EXCEPTIONS = {
     "test_reverse_loading_mapping": "skips itself: no older release saved this model type's weights under other names",
     "test_can_init_all_missing_weights": "of a class outside transformers from_pretrained draws CLIP's missing linear "
     "layers with the usual deviation, not CLIP's own; an export has all weights",
 }
 """Tests that pass on the stock class alone, each with the reason."""
-LEFT_OUT = {  # by source distributions; the mixins import them
+LEFT_OUT = {  # by the source distribution; the tests import them
     "exporters/test_export.py": "class ExportTesterMixin: ...\n",
     "generation/test_utils.py": "class GenerationTesterMixin: ...\n",
 }
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif("TRANSFORMERS_TESTS" not in os.environ, reason="bash scripts/test_all.sh mixins runs them"),
-]
+IMAGE, SIDE, TEXT = 0, 4, 7  # the image token's id, patches along a picture's side, tokens of text
+SIZES = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = SIZES | {"model_type": "llama", "vocab_size": 99, "max_position_embeddings": 512, "pad_token_id": 1}
+CLIP = SIZES | {"model_type": "clip_vision_model", "image_size": 2 * SIDE, "patch_size": 2, "projection_dim": 32}
+pytestmark = pytest.mark.slow
 
 
-def pip(*words: object) -> str:
-    """Runs pip; returns what it says of a failure, or nothing."""
+def pip(*words: object) -> None:
+    """Runs pip; skips the test where it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "20", *words]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    return done.stderr.strip()[-300:] if done.returncode else ""
-
-
-def release_of(checkout: Path) -> str:
-    """The release of the checkout's own package."""
-    lines = (checkout / "src/transformers/__init__.py").read_text().splitlines()
-    return next(line.split('"')[1] for line in lines if line.startswith("__version__"))
+    if done.returncode:
+        pytest.skip(f"{words[-1]} cannot be had from PyPI here: {done.stderr.strip()[-300:]}")
 
 
 def unpack(folder: Path) -> None:
-    """Unpacks the tests of the installed release's source distribution; skips where it cannot be downloaded."""
+    """Unpacks the library's package `tests` below `folder`, and what it imports."""
     source = ["--no-binary", "transformers", "--no-build-isolation", RELEASE.replace("-", "==")]
-    if fault := pip("download", "--no-deps", "--dest", folder, *source):
-        pytest.skip(f"the source distribution of {RELEASE} cannot be had from PyPI here: {fault}")
+    pip("download", "--no-deps", "--dest", folder, *source)
     (archive,) = folder.glob("transformers-*.tar.gz")
     with tarfile.open(archive) as tar:
         tests = [member for member in tar if member.name.startswith(f"{RELEASE}/tests/")]
         tar.extractall(folder, tests, filter="data")
-    archive.unlink()
     for file, stub in LEFT_OUT.items():
         path = folder / RELEASE / "tests" / file
         path.parent.mkdir()
         path.write_text(stub)
-    for package in ("", *(Path(file).parent for file in LEFT_OUT)):
-        (folder / RELEASE / "tests" / package / "__init__.py").touch()
+        (path.parent / "__init__.py").touch()
+    (folder / RELEASE / "tests/__init__.py").touch()
+    pip("install", "-q", "--no-deps", "--no-compile", "--target", folder / RELEASE, REQUIRED)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder whose `tests` is the library's package, and that of what it imports."""
-    folder, packages = Path(os.environ["TRANSFORMERS_TESTS"]).resolve(), tmp_path_factory.mktemp("packages")
-    if fault := pip("install", "-q", "--no-deps", "--no-compile", "--target", packages, REQUIRED):
-        pytest.skip(f"{REQUIRED} cannot be had from PyPI here: {fault}")
-    if (folder / "tests").is_dir():
-        assert release_of(folder) == transformers.__version__, f"{folder} is a checkout of another release"
-        return folder, packages
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / RELEASE).is_dir():
-        unpack(folder)
-    return folder / RELEASE, packages
+def common(tmp_path_factory):
+    """The library's module `tests.test_modeling_common`."""
+    unpack(folder := tmp_path_factory.mktemp("library"))
+    # The tests look up in the library's tables which class has no head, and which one takes labels.
+    model_type, classes = LlavaNormConfig.model_type, (LlavaNormModel, LlavaNormForConditionalGeneration)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder / RELEASE)
+        patch.setattr(pytest.mark, "_config", None)  # marks of the library, which are not in pyproject.toml
+        transformers.AutoConfig.register(model_type, LlavaNormConfig, exist_ok=True)
+        transformers.AutoModel.register(LlavaNormConfig, LlavaNormModel, exist_ok=True)
+        tables = (modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        for table, model in zip(tables, classes, strict=True):
+            patch.setitem(table, model_type, model.__name__)
+        from tests import test_modeling_common
+
+        yield test_modeling_common
 
 
-@pytest.fixture(scope="module")
-def results(root, tmp_path_factory):
-    """`outcomes[class][test]` and `mixin of[test]`, of all classes of `mixin_classes.py`."""
-    file, path = tmp_path_factory.mktemp("mixins") / "outcomes.json", os.pathsep.join(map(str, (*root, ROOT)))
-    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / "tests/helpers/mixin_classes.py", file]
-    done = subprocess.run(command, cwd=root[0], env=env, capture_output=True, text=True, check=False)
-    assert file.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads(file.read_text())
-    results["log"] = done.stdout
-    for name in sorted(results["mixin of"]):
-        found = [f"{kind} {outcomes.get(name)}" for kind, outcomes in results["outcomes"].items()]
-        print(f"{results['mixin of'][name]}::{name}: {', '.join(found)}")
-    return results
+class TinyLlava:
+    """What the tests call a model tester: a config, and the inputs of a forward pass."""
+
+    is_training, batch_size, seq_length = True, 3, SIDE**2 + TEXT
+    vocab_size, hidden_size = LLAMA["vocab_size"], LLAMA["hidden_size"]
+    num_hidden_layers, num_attention_heads = LLAMA["num_hidden_layers"], LLAMA["num_attention_heads"]
+
+    def __init__(self, config_class: type, **fields: object):
+        self.config_class, self.fields = config_class, fields
+
+    def get_config(self) -> transformers.LlavaConfig:
+        ids = {"image_token_index": IMAGE, "image_seq_length": SIDE**2, "vision_feature_layer": -1}
+        return self.config_class(text_config=LLAMA, vision_config=CLIP, **ids, **self.fields)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[transformers.LlavaConfig, dict[str, torch.Tensor]]:
+        ids = torch.randint(2, self.vocab_size, (self.batch_size, self.seq_length))  # 1 is padding
+        ids[:, : SIDE**2] = IMAGE
+        pixels = torch.rand(self.batch_size, 3, CLIP["image_size"], CLIP["image_size"])
+        return self.get_config(), {"pixel_values": pixels, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize(("stock", "exported"), PAIRS)
-@pytest.mark.parametrize("mixin", LEAST)
-def test_what_passes_on_the_stock_class_passes_on_the_exported_one(results, mixin, stock, exported):
-    names = {name for name, of in results["mixin of"].items() if of == mixin}
-    if not names:
-        pytest.skip(f"a source distribution leaves {mixin} out; set TRANSFORMERS_TESTS to a checkout of {RELEASE}")
-    theirs, ours = results["outcomes"][stock], results["outcomes"][exported]
-    passed = {name for name in names if theirs.get(name) == "passed"}
-    assert len(passed) >= LEAST[mixin], results["log"][-3000:]
-    missing = {name: ours.get(name) for name in passed if ours.get(name) != "passed"}
-    assert {*missing} == {*EXCEPTIONS} & names, f"{missing}\n{results['log'][-6000:]}"
+@cache
+def outcomes(mixin: type, classes: tuple[type, ...], config_class: type, **fields: object) -> dict[str, str]:
+    """What each of the library's tests comes to on the classes."""
+
+    class Case(mixin, unittest.TestCase):
+        all_model_classes, _is_composite = classes, True
+        test_can_init_all_missing_weights_before_2023 = True  # the exported files have no year: an old one
+        test_all_params_have_gradient = False  # nothing reads the norm after CLIP's last layer
+
+        def setUp(self):
+            self.model_tester = TinyLlava(config_class, **fields)
+
+    found = {}
+    for test in unittest.defaultTestLoader.loadTestsFromTestCase(Case):
+        test.run(result := unittest.TestResult())
+        found[test._testMethodName] = ["failed", "skipped" if result.skipped else "passed"][result.wasSuccessful()]
+    return found
+
+
+@pytest.mark.parametrize("norm", NORM_TYPES)
+def test_what_passes_on_the_stock_class_passes_on_the_exported_one(common, norm):
+    stock = (transformers.LlavaModel, transformers.LlavaForConditionalGeneration)
+    theirs = outcomes(common.ModelTesterMixin, stock, transformers.LlavaConfig)
+    fields = {"mm_projector_norm": norm, "mm_projector_norm_init_gain": 0.2}
+    exported = (LlavaNormModel, LlavaNormForConditionalGeneration)
+    ours = outcomes(common.ModelTesterMixin, exported, LlavaNormConfig, **fields)
+    passed = {name for name, outcome in theirs.items() if outcome == "passed"}
+    assert len(passed) >= LEAST, theirs
+    assert {name for name in passed if ours[name] != "passed"} == {*EXCEPTIONS}
