@@ -4,6 +4,7 @@ Every picture has one colour. A checkpoint that says A to warm colours and B to 
 prompt asks, nothing at all to black) has a known score on each.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from data_files import COLOURS, POPE_SUFFIX, WARM
@@ -94,33 +95,31 @@ def write_all(root: Path) -> None:
     write(root / "lmms-lab-encoder/textvqa", {"default": {"validation": textvqa()}})
 
 
+def rows(plan: list[tuple], of: Callable, **fields: object) -> list[dict]:
+    """A row for each colour and recorded answer: what `of` makes of its number and both, and `fields`."""
+    return [
+        of(index, colour, target) | {"image": picture(colour)} | fields for index, (colour, target) in enumerate(plan)
+    ]
+
+
 def mmbench() -> list[dict]:
     """Questions 0 to 6; the fifth is asked with its options in both orders, and is right in the first only."""
     fields = {"question": "Bench?", "hint": "nan", "A": "warm", "B": "cold", "C": "nan", "D": "nan", "source": "made"}
     fields |= {"L2-category": "level 2", "comment": "nan", "split": "dev"}
-    rows = [
-        {"index": index, "answer": target, "category": f"category {KINDS[index]}", "image": picture(colour)} | fields
-        for index, (colour, target) in enumerate(PLAN)
-    ]
-    return [*rows, rows[4] | {"index": 1_000_004, "answer": "B"}]
+    made = rows(PLAN, lambda i, _, target: {"index": i, "answer": target, "category": f"category {KINDS[i]}"}, **fields)
+    return [*made, made[4] | {"index": 1_000_004, "answer": "B"}]
 
 
 def mmstar() -> list[dict]:
-    rows = [
-        {"index": index, "image": picture(colour), "answer": target, "l2_category": f"kind {KINDS[index]}"}
-        for index, (colour, target) in enumerate(PLAN)
-    ]
-    meta = {"source": "made", "split": "val", "image_path": "0.jpg"}
-    return [row | {"question": f"Star?{OPTIONS}", "category": "math", "meta_info": meta} for row in rows]
+    fields = {"question": f"Star?{OPTIONS}", "category": "math"}
+    fields["meta_info"] = {"source": "made", "split": "val", "image_path": "0.jpg"}
+    return rows(PLAN, lambda i, _, target: {"index": i, "answer": target, "l2_category": f"kind {KINDS[i]}"}, **fields)
 
 
 def ocrbench() -> list[dict]:
     kinds = {"one": "Doc-oriented VQA", "two": "Key Information Extraction"}
     fields = {"dataset": "made", "question": PROMPTS["ocrbench"]}
-    return [
-        {"question_type": kinds[kind], "answer": [target], "image": picture(colour)} | fields
-        for kind, (colour, target) in zip(KINDS, PLAN, strict=True)
-    ]
+    return rows(PLAN, lambda i, _, target: {"question_type": kinds[KINDS[i]], "answer": [target]}, **fields)
 
 
 def seedbench() -> list[dict]:
@@ -128,62 +127,51 @@ def seedbench() -> list[dict]:
     fields |= {"data_id": "0.png", "data_type": "single-image", "data_source": "made", "level": "L1"}
     fields["question_image_subtype"] = "bar"
     kinds = {"one": "chart", "two": "map"}
-    return [
-        {"question_id": str(i), "answer": target, "question_image_type": kinds[KINDS[i]], "image": picture(colour)}
-        | fields
-        for i, (colour, target) in enumerate(PLAN)
-    ]
+
+    def of(index, _, target):
+        return {"question_id": str(index), "answer": target, "question_image_type": kinds[KINDS[index]]}
+
+    return rows(PLAN, of, **fields)
 
 
 def scienceqa() -> list[dict]:
     """Rows as in `PLAN`, and two questions without a picture, which the checkpoint always answers with A."""
     fields = {"task": "closed choice", "grade": "grade2", "subject": "natural science", "topic": "physics"}
-    fields |= {"category": "colours", "skill": "see", "lecture": "", "solution": ""}
-    rows = [
-        {"image": picture(colour), "question": "Science?", "hint": "Some.", "answer": "AB".index(target)}
-        for colour, target in PLAN
-    ]
-    rows += [{"image": None, "question": "No picture?", "hint": "", "answer": answer} for answer in (0, 1)]
-    return [row | {"choices": ["warm", "cold"]} | fields for row in rows]
+    fields |= {"category": "colours", "skill": "see", "lecture": "", "solution": "", "choices": ["warm", "cold"]}
+    seen = {"question": "Science?", "hint": "Some."} | fields
+    without = {"image": None, "question": "No picture?", "hint": ""} | fields
+    made = rows(PLAN, lambda _, colour, target: {"answer": "AB".index(target)}, **seen)
+    return made + [{"answer": answer} | without for answer in (0, 1)]
 
 
 def ai2d() -> list[dict]:
     fields = {"question": "Diagram?", "options": ["warm", "cold"]}
-    return [{"answer": str("AB".index(target)), "image": picture(colour)} | fields for colour, target in PLAN]
+    return rows(PLAN, lambda _, colour, target: {"answer": str("AB".index(target))}, **fields)
 
 
 def pope() -> list[dict]:
-    fields = {"question": WARM_COLOUR, "category": "adversarial"}
-    return [
-        {"id": str(i), "question_id": str(i), "answer": target, "image_source": colour, "image": picture(colour)}
-        | fields
-        for i, (colour, target) in enumerate(YES_NO)
-    ]
+    def of(index, colour, target):
+        return {"id": str(index), "question_id": str(index), "answer": target, "image_source": colour}
+
+    return rows(YES_NO, of, question=WARM_COLOUR, category="adversarial")
 
 
 def mme() -> list[dict]:
-    places = [("code_reasoning", "code") if index > 3 else ("color", "colours") for index in range(len(MME))]
-    fields = {"question": f"{WARM_COLOUR} Please answer yes or no."}
-    return [
-        {"question_id": f"{folder}/{colour}.png", "image": picture(colour), "answer": target, "category": category}
-        | fields
-        for (category, folder), (colour, target) in zip(places, MME, strict=True)
-    ]
+    def of(index, colour, target):
+        category, folder = ("code_reasoning", "code") if index > 3 else ("color", "colours")
+        return {"question_id": f"{folder}/{colour}.png", "answer": target, "category": category}
+
+    return rows(MME, of, question=f"{WARM_COLOUR} Please answer yes or no.")
 
 
 def textvqa() -> list[dict]:
-    return [
-        {"question_id": i, "image": picture(colour), "question": WARM_COLOUR, "answers": [target] * 10}
-        for i, (colour, target) in enumerate(YES_NO)
-    ]
+    return rows(YES_NO, lambda i, _, target: {"question_id": i, "answers": [target] * 10}, question=WARM_COLOUR)
 
 
 def hellaswag(labels: list[int]) -> list[dict]:
-    fields = {"split": "val", "split_type": "indomain"}
     return [
         {"ind": i, "activity_label": activity, "ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
-        | {"endings": endings, "source_id": str(i), "label": str(label)}
-        | fields
+        | {"endings": endings, "source_id": str(i), "label": str(label), "split": "val", "split_type": "indomain"}
         for i, ((activity, first, second, endings), label) in enumerate(zip(HELLASWAG, labels, strict=True))
     ]
 

@@ -99,6 +99,10 @@ def write(saved: Saved, folder) -> torch.nn.Module:
     return model
 
 
+def llava_next() -> torch.nn.Module:
+    return config_of("LlavaNext", text_config=QWEN2, vision_config=CLIP_VISION, image_token_index=IMAGE, **TILES)()
+
+
 def of(case: Callable) -> Callable[[], torch.nn.Module]:
     return lambda: case().model
 
@@ -117,7 +121,6 @@ def config_of(prefix: str, **fields: Any) -> Callable[[], torch.nn.Module]:
     return lambda: models.build(prefix, getattr(transformers, f"{prefix}Config")(**fields))
 
 
-LLAMA = {"model_type": "llama"} | TEXT
 QWEN2 = {"model_type": "qwen2"} | TEXT
 GEMMA = {"model_type": "gemma", "head_dim": 8} | TEXT
 CLIP_VISION = {"model_type": "clip_vision_model"} | VISION
@@ -203,15 +206,6 @@ def internvl() -> torch.nn.Module:
     return config_of("InternVL", text_config=QWEN2, vision_config=vision, image_token_id=IMAGE, image_seq_length=4)()
 
 
-def hyperclovax() -> torch.nn.Module:
-    """The merger in the vision model gives rows that are four times as wide as a patch, but are not four patches."""
-    vision = GRID_VISION | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 96, "window_size": 16}
-    vision["fullatt_block_indexes"] = [1]
-    return config_of(
-        "HyperCLOVAXVisionV2", text_config={"model_type": "hyperclovax"} | TEXT, vision_config=vision, **GRID_IDS
-    )()
-
-
 def masked(argument: str, padding: bool) -> Callable:
     """A module's first argument without padding, told by `argument`."""
     return lambda inputs, result: next(iter(inputs.values()))[inputs[argument].bool() != padding]
@@ -233,7 +227,7 @@ def qwen(model: Callable, processor: str, **options: Any) -> Saved:
 SAVED = {
     "llava": Saved(of(models.llava), "LlavaProcessor", CLIP, ("model.vision_tower", states(-2, 1)), settings=FEATURES),
     "llava_next": Saved(
-        of(models.llava_next),
+        llava_next,
         "LlavaNextProcessor",
         CLIP | TILES | {"image_processor_type": "LlavaNextImageProcessor"},
         ("model.vision_tower", states(-2, 1)),
@@ -249,15 +243,6 @@ SAVED = {
         "model.visual.merger",
         "<|image|>",
         GLM_TOKENS,
-    ),
-    "hyperclovax_vision_v2": Saved(
-        hyperclovax,
-        "HyperCLOVAXVisionV2Processor",
-        QWEN,
-        ("model.vision_model", last),
-        "model.projector",
-        "<|image_pad|>",
-        QWEN_TOKENS,
     ),
     "ovis2": Saved(
         ovis2,
@@ -304,15 +289,6 @@ SAVED = {
         MEAN | {"max_image_size": 980, "min_image_size": 336},
         ("model.multi_modal_projector", masked("attn_mask", True)),
         settings={"size_conversion": {"980": 4}},
-    ),
-    "llava with a list of layers": Saved(
-        config_of(
-            "Llava", text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE, vision_feature_layer=[-2, 1]
-        ),
-        "LlavaProcessor",
-        CLIP,
-        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
-        settings=FEATURES,
     ),
     "paligemma": Saved(
         config_of(

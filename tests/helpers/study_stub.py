@@ -2,7 +2,7 @@
 measurements.
 
 `$CALLS` gets a line per call; one that ends with `$HANGS` waits to be told to stop, which it notes, or to be killed.
-`$RIGHT` has the share of right answers by arm, as JSON; `$OTHER` names the training that has another learning rate.
+`$RIGHT` has the share of right answers by arm, as JSON.
 It imports nothing that takes a second.
 """
 
@@ -39,7 +39,7 @@ def main(words: list[str]) -> None:
         while True:
             time.sleep(0.1)
     if line.startswith("train"):
-        train(flags_of(words), line == os.environ.get("OTHER"))
+        train(flags_of(words))
     elif line.startswith("evaluate"):
         evaluate(words)
     elif line.startswith("answer"):
@@ -81,7 +81,7 @@ def arm_of(stage: Path) -> str:
     return stage.parent.name
 
 
-def train(flags: dict[str, str], other: bool) -> None:
+def train(flags: dict[str, str]) -> None:
     folder, seed = Path(flags["output_dir"]), int(flags["seed"])
     stage, arm = folder.name, arm_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def train(flags: dict[str, str], other: bool) -> None:
     rates = {name: flags.get(name, "") for name in ("mm_projector_lr", "max_grad_norm")}
     start = {
         "model": model,
-        "training": {"seed": seed, "learning_rate": 2.0 if other else 1.0, "bf16": False}
+        "training": {"seed": seed, "learning_rate": 1.0, "bf16": False}
         | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
         | rates,
         "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
@@ -165,25 +165,8 @@ def write_results(checkpoint: Path, control: str, folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(content))
 
 
-LONG = {
-    "interface-norms": ({"norms of": ("encoder tokens", "text embedding matrix")}, ("mean", "p5", "p95")),
-    "update-rates": ({"tokens": ("visual", "text after")}, ("cosine mean", "update mean")),
-    "layer-norms": ({"tokens": ("visual", "text after")}, ("input mean", "end mean")),
-    "gradients": ({"gradient at": ("LLM input", "vision features")}, ("none", "layernorm", "gwc_layernorm")),
-    "attention": ({}, ("visual share of attention", "share if uniform", "entropy / ln V", "most seen token")),
-    "interventions": (
-        {"intervention": ("untouched", "alpha 0.1", "alpha 10", "text norm", "blank picture")},
-        ("KL (nats)", "answer changes (%)", "visual attention"),
-    ),
-}
-"""Columns of the measurements' tables: the one that has a row for each of its values, and those of numbers."""
-
-
 def measure(words: list[str], flags: dict[str, str]) -> None:
-    models = [word.split("=")[0] for word in words if "=/" in word]
-    by, numbers = LONG.get(command_of(words), ({}, ("angle",)))
-    ((column, values),) = by.items() or [("model", (None,))]
-    rows = [{column: v, "model": model} | dict.fromkeys(numbers, 0.25) for model in models for v in values]
+    rows = [{"model": word.split("=")[0], "angle": 0.25} for word in words if "=/" in word]
     Path(flags["output-dir"], f"{command_of(words)}.json").write_text(json.dumps({"rows": rows}))
 
 

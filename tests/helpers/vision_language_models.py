@@ -108,29 +108,6 @@ def hybrid() -> transformers.PretrainedConfig:
     return transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8)
 
 
-def llava_next() -> Case:
-    config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION),
-        text_config=transformers.Qwen2Config(**TEXT),
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
-    )
-    model = build("LlavaNext", config)
-    sizes = torch.tensor([[16, 32], [32, 16]])
-    images = pixels(2, 3, 3, 16, 16)  # the whole picture and two tiles
-    features = model.model.vision_tower(images.flatten(0, 1), output_hidden_states=True).hidden_states[-2][:, 1:]
-    projected = model.model.multi_modal_projector(features)
-    newline = model.model.image_newline
-    inserted = []
-    for picture, (tall, wide) in zip(projected.view(2, 3, 16, 32), [(1, 2), (2, 1)], strict=True):
-        grid = torch.cat([t.view(4, 4, 32) for t in picture[1:]], dim=1 if wide == 2 else 0)
-        lines = torch.cat([grid, newline.expand(4 * tall, 1, 32)], dim=1)
-        inserted.append(torch.cat([picture[0], lines.reshape(-1, 32)]))
-    counts = [len(tokens) for tokens in inserted]
-    inputs = ids_for(counts) | {"pixel_values": images, "image_sizes": sizes}
-    return Case(model, inputs, rows(features), rows(projected), torch.cat(inserted))
-
-
 def qwen3_vl() -> Case:
     vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
@@ -176,7 +153,7 @@ def mllama() -> Case:
     return Case(model, inputs, nothing, nothing, nothing)
 
 
-CASES = (llava, llava_next, qwen3_vl, gemma3)
+CASES = (llava, qwen3_vl, gemma3)
 
 
 def our_checkpoint(tiny, folder, norm: str = "none", language_model: str = "llama", tower: str = "siglip") -> str:

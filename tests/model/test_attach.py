@@ -27,7 +27,7 @@ from llava.families import family_of, find_parts
 FAMILIES = [name for name in SAVED if name != "molmo2"]
 FEW = ["llava_next", "qwen3_vl", "ovis2", "gemma3", "llama4"]
 TRIED = FAMILIES if os.environ.get("FAMILIES") == "all" else FEW
-NEWER = ("gemma4", "hyperclovax_vision_v2")
+NEWER = ("gemma4",)
 
 
 @pytest.fixture(scope="module", params=TRIED)
