@@ -31,13 +31,12 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(tiny):
-    """A hub with tiny models under their published names; Qwen2.5-7B is gated."""
+    """A hub with tiny models under their published names."""
     with hub_server.serve() as hub:
         for name, source in LLMS.items():
             repository = MODELS[name]
             files = files_in(tiny / source) | {"pytorch_model.bin": b"not needed"}
-            gated = name == "Qwen2.5-7B"
-            hub.models[repository] = hub_server.Repository(repository, files, gated)
+            hub.models[repository] = hub_server.Repository(repository, files)
         yield hub
 
 
@@ -57,7 +56,7 @@ def reproduce(hub, tmp_path):
 
 @pytest.mark.slow
 def test_an_item_is_fetched_measured_compared_and_pinned_and_a_rerun_downloads_nothing(hub, reproduce):
-    done = reproduce("table6", HF_TOKEN=hub_server.READER)
+    done = reproduce("table6")
     assert done.returncode == 0, done.stdout + done.stderr
     page = (reproduce.out / "table6/index.md").read_text().replace("\\", "")
     assert "| measured | paper | ours | difference |" in page
@@ -68,7 +67,7 @@ def test_an_item_is_fetched_measured_compared_and_pinned_and_a_rerun_downloads_n
     hub.received.clear()
     for repository in hub.models.values():
         repository.commits = 2  # newer revisions are not taken
-    again = reproduce("table6", HF_TOKEN=hub_server.READER)
+    again = reproduce("table6")
     assert again.returncode == 0 and not [line for line in hub.received if line.startswith("GET")], again.stderr
     assert f"{1:040x}" in (reproduce.out / "table6/index.md").read_text().replace("\\", "")
 
@@ -116,7 +115,7 @@ def whole_hub(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home/hub"))
-    monkeypatch.setenv("HF_TOKEN", hub_server.READER)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # As in a new checkout, whatever this one has below playground/data.
     monkeypatch.setattr(reproduce_module, "missing_data", lambda recipes: DATA[: len(recipes)])

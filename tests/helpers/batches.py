@@ -1,7 +1,8 @@
 """Batches for the tiny models, and the loss and gradients that a model has on them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 import torch
 from tiny_models import V
 
@@ -75,6 +76,21 @@ def trained_on(
     collated = (trainer.data_collator(items) for items in groups)
     batches = ({name: value for name, value in batch.items() if name != "indices"} for batch in collated)
     return summed(model.train(), batches, padding_free, backend)
+
+
+def assert_layouts_agree(alone: tuple, together: Callable[[bool, str], tuple]) -> None:
+    """Padded, and packed on every backend, samples have the loss and gradients that they have alone.
+
+    Args:
+        together: loss and gradients by whether padding is left out and by backend.
+    """
+    expected_loss, expected = alone
+    for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
+        loss, gradients = together(padding_free, backend)
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5, msg=f"{backend} {name}")
 
 
 def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:

@@ -11,16 +11,13 @@ from urllib.parse import unquote
 from huggingface_hub import constants
 from local_server import QuietHandler, listening
 
-READER = "hf_reader"  # the token that may read the files of gated repositories
-
 
 @dataclass
 class Repository:
-    """A repository with its files by path; of a `gated` one the files can be read with `READER` alone."""
+    """A repository with its files by path."""
 
     name: str
     files: dict[str, bytes]
-    gated: bool = False
     commits: int = 1
 
     def sha(self) -> str:
@@ -33,29 +30,16 @@ class Hub:
     Attributes:
         models: repositories by id.
         received: method and path of each file whose content or header was sent.
-        fails: part of a request for a file, method and path, whose connection is cut, or None.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, Repository] = {}
         self.received: list[str] = []
-        self.fails: str | None = None
         self.endpoint = ""
 
 
 def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def entries(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, str | int]]:
-    """The files and folders below a folder of a repository."""
-    below = {path: content for path, content in files.items() if path.startswith(f"{folder}/") or not folder}
-    depth = folder.count("/") + 2 if folder else 1
-    parents = {"/".join(path.split("/")[:count]) for path in below for count in range(depth, path.count("/") + 1)}
-    shown = [{"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0} for path in sorted(parents)]
-    shown += [{"type": "file", "path": path, "oid": git_hash(content), "size": len(content)}
-              for path, content in below.items()]  # fmt: skip
-    return [entry for entry in shown if recursive or str(entry["path"]).count("/") == depth - 1]
 
 
 class _Handler(QuietHandler):
@@ -77,38 +61,26 @@ class _Handler(QuietHandler):
             self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
 
     def _describe(self, repository: Repository, rest: list[str]) -> None:
-        if rest[:1] == ["auth-check"]:
-            self._refuse_gated(repository) or self._answer({})
-        elif rest[:1] == ["tree"]:
-            self._answer(entries(repository.files, "/".join(rest[2:]), "recursive=true" in self.path.lower()))
+        """Its files, all at once, or the revision that is asked for."""
+        if rest[:1] == ["tree"]:
+            contents = repository.files.items()
+            self._answer(
+                [{"type": "file", "path": path, "oid": git_hash(file), "size": len(file)} for path, file in contents]
+            )
         else:
-            siblings = [{"rfilename": path, "size": len(content)} for path, content in repository.files.items()]
-            gated = "manual" if repository.gated else False
             sha = rest[1] if rest[:1] == ["revision"] and rest[1] != "main" else repository.sha()
-            self._answer({"id": repository.name, "sha": sha, "gated": gated, "siblings": siblings})
+            self._answer({"id": repository.name, "sha": sha})
 
     def _file(self, path: str) -> None:
         """`[/datasets]/OWNER/NAME/resolve/REVISION/PATH`."""
         owner, name, _, _, *inside = path.removeprefix("/datasets").strip("/").split("/")
         repository = self.hub.models[f"{owner}/{name}"]
-        if self.hub.fails is not None and self.hub.fails in f"{self.command} {self.path}":
-            self.close_connection = True
-            self.connection.close()
-            return
-        if self._refuse_gated(repository):
-            return
         content = repository.files.get(unquote("/".join(inside)))
         if content is None:
             self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         self.hub.received.append(f"{self.command} {'/'.join(inside)}")
         self._send(content, 200, {"ETag": f'"{git_hash(content)}"', "X-Repo-Commit": repository.sha()})
-
-    def _refuse_gated(self, repository: Repository) -> bool:
-        refused = repository.gated and not self.headers.get("Authorization", "").endswith(READER)
-        if refused:
-            self._answer({"error": "Access is restricted"}, 403, {"X-Error-Code": "GatedRepo"})
-        return refused
 
     def _answer(self, content: dict | list, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._send(json.dumps(content).encode(), status, {"Content-Type": "application/json"} | (headers or {}))

@@ -76,10 +76,8 @@ def test_grids_may_be_written_in_pixels_or_crops():
     ("call", "message"),
     [
         (lambda: parse_pinpoints("(1x1),(1x2),(2x1)", 10), "expected pairs of pixels"),  # upstream: all between
-        (lambda: parse_pinpoints("__import__('os').getcwd()", 10), "expected pairs of pixels"),
         (lambda: parse_pinpoints(None, 10), "--image_grid_pinpoints None: expected pairs of pixels"),
         (lambda: parse_pinpoints([[10, 25]], 10), "10 x 25 pixels cannot be cut into squares of the vision tower's 10"),
-        (lambda: parse_pinpoints([], 10), "no grid"),
         (lambda: check_modes("anyres_max_0", "flat"), "'anyres_max_0': expected 'square', 'pad', 'anyres', or"),
         (lambda: check_modes("anyres", "spatial"), "'spatial': expected flat or spatial_unpad"),
         (lambda: CropRules(17, SIDE, 56, "anyres", "spatial_unpad", GRIDS), "--mm_vision_select_feature patch"),

@@ -264,11 +264,8 @@ def test_published_layout_of_llava_loras_loads(tiny, trained, tmp_path):
     (folder / "adapter_model.safetensors").unlink()
     projector = torch.load(folder / NON_LORA_FILE, weights_only=True)
     torch.save({name: tensor.half() for name, tensor in projector.items()}, folder / NON_LORA_FILE)
-    targets = ["o_proj", "up_proj", "q_proj", "down_proj", "v_proj", "gate_proj", "k_proj"]
-    config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.5", "bias": "none", "fan_in_fan_out": False}
-    config |= {"inference_mode": True, "init_lora_weights": True, "layers_pattern": None, "layers_to_transform": None}
-    config |= {"lora_alpha": 8, "lora_dropout": 0.05, "modules_to_save": None, "peft_type": "LORA", "r": 4}
-    config |= {"revision": None, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    golden = json.loads((GOLDEN / "train/s2_lora.json").read_text())["files"]["adapter_config.json"]["json"]
+    config = golden | {"base_model_name_or_path": "lmsys/vicuna-7b-v1.5", "lora_alpha": 8, "r": 4}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     llava = json.loads((folder / "config.json").read_text()) | {"model_type": "llava", "use_mm_proj": True}
     del llava["mm_vision_config"]
