@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import json
@@ -15,8 +14,8 @@ import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
-from saved_models import CHOSEN, SAVED, TENSORS
-from vision_language_models import IMAGE, batch_of, ids_for
+from saved_models import CHOSEN, SAVED
+from vision_language_models import IMAGE, batch_of
 
 from llava.analysis import attention, interface_norms, update_rates
 from llava.analysis.__main__ import main
@@ -30,13 +29,6 @@ PROMPT = "What is it?"
 KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
 NEWER = ("gemma4",)
 NUMBERS = ("count", "mean", "std", "min", "max")
-
-
-def usable(package: str) -> bool:
-    try:
-        return bool(importlib.import_module(package))
-    except Exception:  # missing, or built for another PyTorch
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
         for file in sorted(pictures.iterdir()):
             picture = Image.open(file)
             images = [picture] if family.page_lists else [[picture]]
-            inputs = processor(images=images, text=[text], return_tensors="pt", **saved.options)
+            inputs = processor(images=images, text=[text], return_tensors="pt")
             inputs.pop("labels", None)
             inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
             states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
@@ -115,8 +107,6 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_saved_familys_tables_equal_an_independent_run(name, pictures, tmp_path):
     saved = SAVED[name]
-    if missing := [package for package in saved.needs if not usable(package)]:
-        pytest.skip(f"needs {', '.join(missing)}")
     if name in NEWER and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved_models.write(saved, tmp_path / "model")
@@ -138,21 +128,6 @@ def test_a_saved_familys_tables_equal_an_independent_run(name, pictures, tmp_pat
     for index, norms in expected.items():
         if isinstance(index, int) and index not in saved.added:
             assert visual[index]["norm mean with sinks"] == pytest.approx(float(norms.mean()), rel=1e-4), index
-
-
-@pytest.mark.parametrize("name", [name for name in TENSORS if name in (*CHOSEN, "llama4")])
-@torch.no_grad()
-def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
-    counts, tensors = TENSORS[name]
-    model = saved_models.filled(SAVED[name].model()).eval()
-    probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
-    batch = batch_of(**ids_for(counts), **tensors)
-    seen = probe.run(batch)
-    with watching(SAVED[name], model) as watched:
-        first = model(**batch.inputs, output_hidden_states=True, use_cache=False).hidden_states[0]
-    for tokens, kind in ((seen.vision_features, KINDS[0]), (seen.projector_output, KINDS[1])):
-        assert torch.allclose(tokens, torch.cat(watched[kind]), atol=1e-6), kind
-    assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
 # A picture's width and height, and the rows and columns of its visual tokens, if they are places.
@@ -186,7 +161,7 @@ def assert_lit(changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
         assert divmod(int(heat.argmax()), grid[1]) == cell
 
 
-@pytest.mark.parametrize("name", [name for name in CHOSEN if not SAVED[name].needs])
+@pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
     if name in NEWER and Version(transformers.__version__) < Version("5.23"):

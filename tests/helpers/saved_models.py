@@ -35,16 +35,13 @@ class Saved:
         model: makes it, with `IMAGE` as the image token's id.
         processor: its class.
         image: `preprocessor_config.json`; without a class, that of the processor's name.
-        tokens: the tokenizer's named tokens.
-        visual: the token at visual positions, with the id `IMAGE`; default the named `image_token`.
+        tokens: the tokenizer's named tokens; the image token gets the id `IMAGE`.
         mark: what the chat template writes for a picture; None where the family has no template.
         settings: `processor_config.json`.
         encoder: a module's path and what its arguments (a dict) and result tell of the encoder's tokens.
         projector: a module's path, whose result is the visual tokens.
         extra: tokens that only have to be there.
         added: layers that get something added to their states on the way in (DeepStack), which are not compared.
-        options: of the processor, which a family needs to give all inputs.
-        needs: packages without which the family cannot be loaded.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -57,9 +54,6 @@ class Saved:
     settings: dict[str, Any] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     added: tuple[int, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    visual: str | None = None
 
 
 def tokenizer_of(saved: Saved) -> PreTrainedTokenizerFast:
@@ -67,7 +61,7 @@ def tokenizer_of(saved: Saved) -> PreTrainedTokenizerFast:
     named = saved.tokens
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<unused{i}>" for i in range(IMAGE - len(tokenizer))])
-    tokenizer.add_tokens([saved.visual or named["image_token"], *named.values(), *saved.extra], special_tokens=True)
+    tokenizer.add_tokens([named["image_token"], *named.values(), *saved.extra], special_tokens=True)
     roles = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, **roles, model_specific_special_tokens=named
@@ -158,28 +152,6 @@ def gemma4() -> torch.nn.Module:
         "position_embedding_size": 64,
     }
     return config_of("Gemma4", text_config=text, vision_config=vision, image_token_id=IMAGE, audio_config=None)()
-
-
-def llama4() -> torch.nn.Module:
-    text = TEXT | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64}
-    vision = VISION | {"projector_input_dim": 20, "projector_output_dim": 20, "vision_output_dim": 20}
-    vision |= {"intermediate_size": 96}
-    return config_of("Llama4", text_config=text, vision_config=vision, image_token_index=IMAGE)()
-
-
-def molmo2() -> torch.nn.Module:
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}
-    text = {k: v for k, v in TEXT.items() if not k.endswith("token_id")} | {"head_dim": 8, "additional_vocab_size": 0}
-    vision = VISION | heads | {"image_size": [16, 16], "num_position_embeddings": 16}
-    adapter = {
-        "hidden_size": 24,
-        "text_hidden_size": 32,
-        "intermediate_size": 48,
-        "vision_feature_layer": [-1, -2],
-    } | heads
-    ids = {"image_patch_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
-    ids |= {"low_res_image_start_token_id": 303, "frame_start_token_id": 304, "frame_end_token_id": 305}
-    return config_of("Molmo2", text_config=text, vision_config=vision, adapter_config=adapter, **ids)()
 
 
 def qwen2_5_vl() -> torch.nn.Module:
@@ -315,53 +287,9 @@ SAVED = {
         | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
         mark="<|image|>",
     ),
-    "llama4": Saved(
-        llama4,
-        "Llama4Processor",
-        SQUARE | {"max_patches": 4},
-        ("vision_model.vision_adapter", lambda inputs, result: next(iter(inputs.values()))),
-        "multi_modal_projector",
-        settings={
-            "patch_size": 4,
-            "pixel_shuffle_ratio": 0.5,
-            "fake_image_token": "<|image|>",
-            "image_token": "<|image|>",
-        }
-        | {"patch_token": "<|patch|>"},
-        mark="<|image|>",
-        tokens={"image_token": "<|patch|>"},
-        extra=("<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-        needs=("torchvision",),
-    ),
-    "molmo2": Saved(
-        molmo2,
-        "Molmo2Processor",
-        SQUARE | {"max_crops": 2, "overlap_margins": [1, 1], "patch_size": 4},
-        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i] for i in (-1, -2)], -1)),
-        mark="<|image|>",
-        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
-        visual="<im_patch>",
-        extra=("<im_start>", "<im_end>", "<low_res_im_start>", "<frame_start>", "<frame_end>", "<im_col>", "<im_low>"),
-        needs=("torchvision",),
-    ),
 }
 
 
 # One of each kind: a tower's grid, tiles, squares, pictures of any shape, a resampler, and a projector behind a norm.
 USUAL = ("llava", "llava_next", "internvl", "glm4v", "idefics2", "gemma3")
 CHOSEN = [name for name in SAVED if name in USUAL or os.environ.get("FAMILIES") == "all"]
-
-
-def pixel_values(*shape: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": models.pixels(*shape)}
-
-
-# What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
-TENSORS = {
-    "llama4": ([4, 8], pixel_values(3, 3, 16, 16)),
-    "molmo2": (
-        [8, 8],
-        pixel_values(4, 16, 48)
-        | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
-    ),
-}

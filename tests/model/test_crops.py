@@ -23,8 +23,6 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.model.builder import load_pretrained_model
 from llava.model.merge_lora import merge_lora
 from llava.train import train as train_module
-from llava.train.batches import most_crops
-from llava.train.memory import estimate_memory
 
 NEWLINE = "model.image_newline"
 MODES = [
@@ -87,16 +85,6 @@ def test_a_text_only_micro_batch_gives_the_newline_a_gradient_of_zero(tiny, tmp_
     model.train()(**{k: v for k, v in batch.items() if k != "indices"}).loss.backward()
     assert torch.equal(model.get_model().image_newline.grad, torch.zeros(32))
     assert all(p.grad is not None for p in model.get_model().mm_projector.parameters())
-
-
-def test_the_memory_estimate_counts_crops_that_leave_few_tokens(tiny, tmp_path, shapes):
-    model, trainer = built(tiny, tmp_path, shapes, ("anyres_max_1", "spatial_unpad"))
-    data = trainer.train_dataset
-    lengths = np.abs(data.modality_lengths())
-    crops = [sum(p.crops for p in data[i].get("pictures", ())) for i in range(len(data))]
-    assert most_crops(data) == pytest.approx(max(c / n for c, n in zip(crops, lengths, strict=True)))
-    one, many = (estimate_memory(model, trainer.flags, 64, share) for share in (None, 1.0))
-    assert many.tower_layer == one.tower_layer * 64 // (64 // V)
 
 
 # --- both stages ------------------------------------------------------------------------------------------------------

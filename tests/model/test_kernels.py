@@ -9,12 +9,10 @@ from decoder_families import NAMES, write_families
 from tiny_models import STAGE_1, trained
 from tiny_towers import CONFIGS, SIDE
 from torch._dynamo.utils import counters
-from training import flags
 
 from llava.model.language_model.families import DECODERS
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.train import kernels
-from llava.train import train as train_module
 from llava.train.kernels import compile_layers
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -50,21 +48,10 @@ def test_a_compiled_tower_equals_the_plain_one_for_any_number_of_pictures():
     assert not counters["graph_break"]
 
 
-def test_compiling_layers_that_zero3_partitions_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="--compile_layers True: ZeRO-3 gathers weights module by module"):
-        train_module.train(flags(tiny, tmp_path, 1, compile_layers=True))
-
-
 # --- what kernels that need a GPU are given --------------------------------------------------------------------------
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------
-
-
-def test_liger_without_a_gpu_is_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match="--use_liger_kernel True needs an NVIDIA GPU, liger-kernel "):
-        train_module.train(flags(tiny, tmp_path, 1, use_liger_kernel=True))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Phi3"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from batches import IMG, pictures
 from tiny_models import V, make
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
@@ -130,12 +130,6 @@ LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 )
 def test_the_context_has_the_rope_scaling_that_its_config_leaves_out(fields, expected):
     assert context_length(LlavaLlamaConfig(max_position_embeddings=2048, **fields)) == expected
-
-
-def test_one_rope_for_each_kind_of_layer_scales_no_context():
-    kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
-    kinds |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    assert context_length(Gemma3TextConfig(max_position_embeddings=4096, rope_parameters=kinds)) == 4096
 
 
 def test_text_only_model_generates_and_refuses_images(tiny):

@@ -221,16 +221,6 @@ def test_clip_keeps_tokens_below_the_target_bit_for_bit_and_zeros_zero():
     assert torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("mm_projector_norm", "batchnorm"), ("mm_projector_norm", "scale"), ("mm_projector_norm_init", "4y"),
-     ("mm_projector_norm_eps", 0.0), ("mm_projector_norm_min_gain", -1.0)],
-)  # fmt: skip
-def test_a_wrong_flag_is_refused_by_name(flag, value):
-    with pytest.raises(ValueError, match=f"--{flag}: expected .* found"):
-        ProjectorNormArguments(**{flag: value})
-
-
 def test_settings_that_define_a_norm_are_compared_with_their_defaults():
     recorded = {"mm_projector_norm": "rmsnorm", "mm_projector_norm_init": "default", "mm_projector_norm_eps": 1e-6}
     requested = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from messages import is_quoted
 from paths import ROOT
 from safetensors.torch import load_file
 from tiny_models import write_tiny
@@ -162,7 +161,8 @@ def check(fault: Fault, reference: dict[str, torch.Tensor]) -> list[str]:
     expect(second.code == 0, f"the second start ended with {second.code}", second)
     for quotes, run in ((fault.promise, first), (fault.said, second)):
         for quote in quotes:
-            expect(is_quoted(quote, run.output), f"not printed: {quote}", run)
+            words = map(re.escape, quote.split("..."))  # which matches anything
+            expect(re.search(".*?".join(words), run.output), f"not printed: {quote}", run)
     resumed = re.search(r"resuming from \S*checkpoint-(\d+)", second.output)
     step = int(resumed[1]) if resumed else 0
     expect(step == fault.resume_at, f"continued after step {step}, expected {fault.resume_at}", second)
