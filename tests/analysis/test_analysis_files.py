@@ -13,7 +13,6 @@ from llava.analysis.__main__ import main
 from llava.analysis.commands import NamedModel
 from llava.analysis.embedding_norms import read_embedding_norms
 from llava.analysis.weights import WeightFiles
-from llava.utils.digests import fingerprint
 
 
 def run(folder, *flags) -> dict:
@@ -35,7 +34,7 @@ def embedding(rows=40, seed=0):
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
+@pytest.mark.parametrize("name", ["llama", "qwen_tied"])
 def test_norms_from_the_file_equal_those_of_the_loaded_model(tiny, name):
     weight = AutoModelForCausalLM.from_pretrained(tiny / name).get_input_embeddings().weight.detach().double()
     embedding = read_embedding_norms(NamedModel(name, str(tiny / name)))
@@ -78,21 +77,6 @@ def test_a_matrix_with_another_name_is_named(tmp_path):
     with pytest.raises(ValueError, match="found none; name it by --embedding-name"):
         WeightFiles(path).embedding_name()
     assert WeightFiles(path).embedding_name("lm_head.weight") == "lm_head.weight"
-
-
-def test_a_hub_id_is_read_from_the_cache(tmp_path, monkeypatch):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--some--model"
-    save(repository / "snapshots" / commit, {"model.embed_tokens.weight": embedding()})
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
-    for module in ("huggingface_hub.file_download", "transformers.utils.hub"):
-        constants = __import__(module, fromlist=["constants"]).constants
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path), raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True, raising=False)
-    document = run(tmp_path / "out", "embedding-norms", "--model", "some/model")
-    assert document["rows"][0]["mean"] == pytest.approx(embedding().norm(dim=1).mean().item(), rel=1e-6)
-    assert document["provenance"]["models"][0]["revision"] == fingerprint(repository / "snapshots" / commit)
 
 
 def test_zero_rows_are_counted_and_a_descendant_stands_beside_its_base(tmp_path):
@@ -144,8 +128,6 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
             ["vit.perceive.before_rms", "vit.perceive.after_rms"],
             ["vit.perceive.proj.0", "vit.layers.0.input_layernorm"],
         ),
-        (["resampler_model.spatial_linear.3", "resampler_model.after_norm"], ["resampler_model.mlp", "norm"]),
-        (["model.embed_vision.soft_embedding_norm"], ["model.embed_audio.soft_embedding_norm"]),
         (["model.connector.layer_norm"], ["model.text_model.norm"]),
     ],
 )

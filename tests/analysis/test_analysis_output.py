@@ -5,23 +5,10 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from llava.analysis import measure, output
-from llava.analysis.commands import NamedModel, named_model, required_models
+from llava.analysis.commands import NamedModel
 from llava.utils.digests import fingerprint
-
-
-def test_models_on_the_command_line(tmp_path):
-    assert named_model("aligned=a/b/c") == NamedModel("aligned", "a/b/c")
-    assert named_model("Qwen/Qwen2-7B") == NamedModel("Qwen/Qwen2-7B", "Qwen/Qwen2-7B")
-    folder = tmp_path / "arm" / "finetune"
-    folder.mkdir(parents=True)
-    assert named_model(str(folder)).name == "arm/finetune"
-    with pytest.raises(ValueError, match="a names two models"):
-        required_models([NamedModel("a", "x"), NamedModel("a", "y")])
-    with pytest.raises(ValueError, match="--model: give at least 1"):
-        required_models([])
 
 
 def test_a_summary_holds_numpys_moments_and_quantiles_and_nan_where_there_are_no_values():

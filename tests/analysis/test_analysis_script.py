@@ -82,14 +82,6 @@ def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze):
         assert message in output.err and output.err.count("\n") == 1
 
 
-def test_the_quickstarts_checkpoints_are_the_default(tmp_path, analyze, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs/quickstart/none").mkdir(parents=True)
-    checkpoint(tmp_path / "outputs/quickstart/none/finetune")
-    status, _, calls = analyze("--commands", "theory")
-    assert status == 0 and models(calls["theory"]) == ["none/finetune=outputs/quickstart/none/finetune"]
-
-
 def test_the_script_passes_its_variables_and_flags_on(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "<%s> " "$@"\n')

@@ -14,7 +14,6 @@ from saved_models import filled
 from llava import asking
 from llava.asking import Assistant
 from llava.eval import answer
-from llava.eval.question_records import as_question
 from llava.eval.score import read_scored
 from llava.model.builder import load_pretrained_model
 
@@ -86,39 +85,16 @@ def line(colour: str, **fields) -> dict:
     return {"question_id": f"q-{colour}", "image": f"{colour}.png", "text": ASK} | fields
 
 
+RECORD = {"id": "blue", "image": "blue.png", "conversations": turns(f"<image>\n{ASK}", "Maybe")}
 LINES = [line(colour) for colour in COLOURS]
 LONG = [line(colour, question_id=i, text="Why? " * (i * 7 % 11) + "Say it.") for i, colour in enumerate([*COLOURS] * 3)]
-
-
-def forms(colour: str) -> dict[str, dict]:
-    """One question in every form that may be asked."""
-    picture, llava = f"{colour}.png", turns(f"<image>\n{ASK}", "Maybe")
-    parts = [{"type": "image", "image": picture}, {"type": "text", "text": ASK}]
-    return {
-        "question file": line(colour),
-        "question file, placed": line(colour, text=f"<image>\n{ASK}", image=[picture]),
-        "record": {"id": colour, "image": picture, "conversations": llava},
-        "record without an answer": {"id": colour, "images": [picture], "conversations": llava[:1]},
-        "messages": {"messages": [{"role": "user", "content": parts}]},
-        "messages, pictures beside": {"messages": [{"role": "user", "content": ASK}], "images": [picture]},
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", forms("red"))
-def test_every_form_of_a_question_is_asked_alike(ask, asked, form):
-    result = ask([forms(colour)[form] for colour in COLOURS])
-    assert result.status == 0 and [line["text"] for line in result.lines] == EXPECTED
-    assert {json.dumps(turns) for batch in asked.calls for turns in batch} == {
-        json.dumps([{"from": "human", "value": f"<image>\n{ASK}"}])
-    }
 
 
 def test_a_line_has_the_fields_that_llavas_scripts_read_and_earlier_turns_are_asked(ask, asked):
     said = turns(f"<image>\n{ASK}", "Yes", "Sure?", "Very")
     ask([{"image": "red.png", "conversations": said}], output="talk.jsonl")
     assert asked.calls == [[said[:3]]]
-    result = ask([LINES[0], forms("blue")["record"]])
+    result = ask([LINES[0], RECORD])
     assert [list(line) for line in result.lines] == [
         ["question_id", "prompt", "text", "answer_id", "model_id", "metadata"]
     ] * 2
@@ -130,7 +106,7 @@ def test_a_line_has_the_fields_that_llavas_scripts_read_and_earlier_turns_are_as
 
 def test_answers_are_scored_by_the_kind_and_answer_of_their_record(ask):
     records = [
-        forms("red")["record"] | {"kind": "yes_no", "conversations": turns(f"<image>\n{ASK}", EXPECTED[0])},
+        RECORD | {"image": "red.png", "kind": "yes_no", "conversations": turns(f"<image>\n{ASK}", EXPECTED[0])},
         line("red", question_id="beside", expected=EXPECTED[0].upper()),
         line("blue", expected="never this"),
     ]
@@ -222,10 +198,8 @@ def test_other_pictures_or_code_are_refused_and_a_moved_folder_is_not(ask, image
     Image.new("RGB", (20, 16), "grey").save(moved / "red.png")
     result = ask(LINES, "--image-folder", str(moved))
     assert result.status == 2 and "--image-folder was pictures " in result.error
-    for made_by, named in ({"llava (code)": "another"}, "(code) was "), ({"torch": "1.0"}, "torch was "):
-        monkeypatch.setattr(answer, "made_by", lambda sources, made_by=made_by: made_by)
-        result = ask(LINES)
-        assert result.status == 2 and named in result.error and len(result.error.splitlines()) == 1
+    monkeypatch.setattr(answer, "made_by", lambda sources: {"llava (code)": "another"})
+    assert "(code) was " in ask(LINES).error
 
 
 def test_pictures_that_change_during_the_run_leave_no_record(ask, images, monkeypatch):
@@ -270,20 +244,3 @@ def test_unanswerable_questions_are_named_before_the_first_answer(ask, asked, im
     for number, (_, message) in enumerate(BAD, 1):
         assert f"questions.jsonl: record {number}" in result.error and message in result.error
     assert not asked.calls and not result.lines
-
-
-def test_a_flag_of_sampling_without_sampling_is_refused(ask):
-    result = ask(LINES, "--top-p", "0.9")
-    assert result.status == 2 and "with --temperature" in result.error and len(result.error.splitlines()) == 1
-
-
-def test_pictures_for_a_language_model_without_a_tower_are_refused(ask, tiny):
-    result = ask(LINES, "--conv-mode", "v1", model=tiny / "llama")
-    assert result.status == 2 and "has no vision tower" in result.error
-
-
-@pytest.mark.parametrize(("pictures", "prompt"), [(0, "Why?"), (1, "<image>\nWhy?"), (2, "<image>\n<image>\nWhy?")])
-def test_a_conversations_prompt_shows_its_pictures_as_upstreams_does(pictures, prompt):
-    images = {"image": [f"{number}.png" for number in range(pictures)]} if pictures else {}
-    turns = [{"from": "human", "value": "<image>\n" * pictures + "Why?"}]
-    assert as_question({"id": "x", "conversations": turns, **images}, 0).prompt == prompt

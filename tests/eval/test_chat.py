@@ -1,19 +1,15 @@
 """The chat and the single question: what they print, remember and refuse."""
 
 import ast
-import functools
-import http.server
 import io
 import os
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
-from paths import ROOT
 from PIL import Image
 from training import flags
 
@@ -86,17 +82,6 @@ def test_the_answer_is_about_the_picture_also_by_beams_and_llavas_own_call(ask, 
     assert run_llava.eval_model(args) == "Yes" and capsys.readouterr().out == "Yes\n"
 
 
-@pytest.mark.slow
-def test_a_picture_comes_from_an_address(ask, images):
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=images)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        assert ask(image=f"{address}/blue.png").answer == "No"
-        assert f"{address}/none.png" in ask(image=f"{address}/none.png").error
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     ("query", "flags", "placed"),
     [
@@ -112,19 +97,6 @@ def test_several_pictures_stand_before_the_question_or_where_it_says(ask, images
     assert result.status == 0 and asked == [[[{"from": "human", "value": placed}]]]
     monkeypatch.setattr(Assistant, "answer", answer)
     assert "2 times, --image-file names 1 pictures" in ask(query="<image-placeholder> or <image-placeholder>?").error
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        ("/nowhere/x.png", "--image-file /nowhere/x.png: no such file"),
-        (__file__, "not a picture in a format that Pillow reads"),
-        (str(ROOT), "cannot be read"),
-    ],
-)
-def test_unreadable_pictures_are_named_before_the_model_is_loaded(ask, talk, image, message):
-    for result in (ask(image=image, model="/nowhere"), talk("", image=image, model="/nowhere")):
-        assert result.status == 2 and message in result.error
 
 
 def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant, caplog):

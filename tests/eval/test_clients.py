@@ -131,13 +131,6 @@ def test_a_mask_that_hides_the_prompts_own_end_tokens_changes_nothing(loaded):
         assert all(torch.equal(a, b) for a, b in zip(whole.logits, other.logits, strict=True))
 
 
-def test_text_only_prompts_take_images_none_and_modalities(loaded):
-    tokenizer, model, _, _ = loaded
-    ids = tokenizer_image_token(prompt("Spell red."), tokenizer, return_tensors="pt")[None]
-    new = model.generate(ids, images=None, image_sizes=[], modalities=["image"], pad_token_id=0, **GREEDY, top_p=None)
-    assert new.shape[0] == 1 and 1 <= new.shape[1] <= 8
-
-
 def test_vlmevalkits_calls_answer_right(loaded):
     tokenizer, model, image_processor, _ = loaded
     pixels = torch.stack([image_processor.preprocess(picture("blue"), return_tensors="pt")["pixel_values"][0].half()])

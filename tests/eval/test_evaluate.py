@@ -185,16 +185,6 @@ def test_own_tasks_report_kinds_and_chance_and_count_what_has_no_answer(evaluate
     assert re.search(r"^scenes: 42\.86 % \(chance 42\.86 %, .*7 samples, 2 without an answer\)$", evaluated[0], re.M)
 
 
-def test_a_second_call_finds_everything_done(checkpoint, hub, evaluated, results, capsys):
-    assert results.versions["lmms-eval"] and results.versions["lm-eval"]
-    assert results.command.startswith(f"bash scripts/evaluate.sh {checkpoint}")
-    places = ["--data-dir", str(hub), "--output-dir", str(evaluated[1]), "--num-gpus", "0"]
-    assert main([str(checkpoint), *places, "--tasks", ",".join(EXPECTED)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("finished before") == len(EXPECTED) and "running" not in printed
-    assert read_results(evaluated[1]).tasks == results.tasks
-
-
 @pytest.mark.parametrize("task", [task for task in TASKS.values() if not task.own], ids=lambda task: task.name)
 def test_every_task_is_one_of_the_harness_with_our_data_set(task):
     folder = Path(importlib.util.find_spec(task.harness).origin).parent / "tasks"

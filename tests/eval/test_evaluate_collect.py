@@ -185,7 +185,6 @@ def test_missing_data_captioners_and_a_used_folder_are_refused_at_once(harness, 
         return capsys.readouterr().err
 
     assert "lmms-lab-encoder/ai2d/README.md is missing" in refusal("ai2d")
-    assert "run: python -m playground heldout" in refusal("stamps")
     harness.output.mkdir()
     with FileLock(harness.output / ".lock"):
         assert "another evaluate.sh writes there" in refusal("pope")
@@ -197,16 +196,6 @@ def test_missing_data_captioners_and_a_used_folder_are_refused_at_once(harness, 
     (harness.checkpoint / "config.json").write_text(json.dumps(config))
     assert "stage-2 checkpoint" in refusal("pope")
     assert not harness.ran
-
-
-def test_data_sets_of_the_hub_need_a_token_before_a_harness_is_started(harness, monkeypatch, capsys):
-    words = [str(harness.checkpoint), "--output-dir", str(harness.output), "--num-gpus", "0", "--tasks"]
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(harness_module, "get_token", lambda: None)
-    assert main([*words, "pope,hellaswag"]) == 2 and not harness.ran
-    assert "--tasks pope: lmms-eval loads public data sets with a token only" in capsys.readouterr().err
-    monkeypatch.setattr(harness_module, "get_token", lambda: "hf_x")
-    assert main([*words, "pope"]) == 0 and harness.ran == ["pope"]
 
 
 def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_path):

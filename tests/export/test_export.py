@@ -175,8 +175,6 @@ LOADERS = {
     "auto": AutoModelForImageTextToText.from_pretrained,
     "causal": AutoModelForCausalLM.from_pretrained,
     "stock": LlavaForConditionalGeneration.from_pretrained,
-    "next": LlavaNextForConditionalGeneration.from_pretrained,
-    "pipeline": lambda folder: pipeline("image-text-to-text", model=str(folder)),
 }
 
 
@@ -340,7 +338,7 @@ PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision
 
 # --- pictures in crops ------------------------------------------------------------------------------------------------
 
-SIZES = ((64, 17), (17, 64), (100, 100), (15, 13))
+SIZES = ((64, 17), (100, 100), (15, 13))
 GRIDS = [[16, 32], [32, 16], [32, 32], [48, 16]]
 CROPS = {"aspect": "anyres", "mm_patch_merge_type": "spatial_unpad", "grids": GRIDS}
 CLIP_CROPS = CROPS | {"tower": "clip", "norm": "none"}
@@ -378,16 +376,6 @@ def test_crops_give_the_same_pixels_ids_logits_and_answers(cropped, size):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     answer = theirs.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
     assert answer.tolist() == ours.generate(ids[None], images=images, image_sizes=[size], **options).tolist()
-
-
-@torch.no_grad()
-def test_a_batch_of_prompts_with_other_numbers_of_crops_equals_each_alone(cropped):
-    theirs, processor = load_exported(cropped[1]), load_processor(cropped[1])
-    pictures = [drawn(SIZES[0]), drawn(SIZES[-1])]
-    batch = processor(images=pictures, text=["Hi <image> there"] * 2, padding=True, return_tensors="pt")
-    for row, mask, picture in zip(theirs(**batch).logits, batch["attention_mask"].bool(), pictures, strict=True):
-        alone = theirs(**processor(images=picture, text="Hi <image> there", return_tensors="pt")).logits[0]
-        torch.testing.assert_close(row[mask], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
@@ -436,11 +424,9 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (CROPS | {"norm": "none", "grids": None}, "--image_grid_pinpoints None: expected pairs of pixels"),
         ({"mm_projector_type": "pixel_shuffle_2x_mlp2x_gelu"}, "which the exported classes do not have"),
         (CROPS | {"norm": "gwc_layernorm"}, "mm_projector_norm=gwc_layernorm: crops are exported as"),
         (CROPS | {"norm": "none", "aspect": "anyres_max_1"}, "image_aspect_ratio=anyres_max_1, mm_patch_merge_type"),
-        (CROPS | {"norm": "none", "aspect": "pad"}, "image_aspect_ratio=pad, mm_patch_merge_type=spatial_unpad"),
         (CROPS | {"norm": "none"}, "crops to 16"),
         ({"version": "plain"}, "of stage 1 (template plain)"),
     ],
