@@ -1,5 +1,6 @@
 """The lock of a training's folder: one process at a time, and free as soon as that process is gone."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -42,6 +43,17 @@ def test_who_waits_gets_the_lock_that_the_next_one_meets(tmp_path, monkeypatch):
         pass
     ending.set()
     waiting.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, capfd, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with training_lock(tmp_path):
+        pass
+    assert "its file system has no locks" in capfd.readouterr().err
 
 
 def test_a_killed_holders_lock_is_free_although_its_forked_worker_lives(tmp_path, monkeypatch):

@@ -325,6 +325,18 @@ def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     assert (tmp_path / "started").read_text().splitlines() == arguments
 
 
+def test_a_run_that_the_trainer_refuses_leaves_no_folder(tmp_path, tool_path):
+    env = {
+        "PRESET": "demo",
+        "NUM_GPUS": 0,
+        "LLAVA_PYTHON": "mypython",
+        "OUTPUT_DIR": tmp_path / "out",
+        "NORM": "lyernorm",
+    }
+    run = bash("scripts/pretrain.sh", path=tool_path("mypython", "exit 2"), **env, **inputs_in(tmp_path))
+    assert run.returncode == 2 and not (tmp_path / "out").exists(), run.stderr
+
+
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3), ("zero3_offload", 3), ("zero3_hpz", 3)])
 def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, stage):
     config = json.loads((ROOT / f"deepspeed_configs/{name}.json").read_text())

@@ -26,6 +26,9 @@ _FOREIGN = """
         ("NORMS", "NORM"),
         ("norm", "NORM"),
         ("LEARING_RATES", "LEARNING_RATE"),
+        ("SED", "SEED"),
+        ("EPOC", "EPOCHS"),
+        ("BF", "BF16"),
         ("LORA_RANKS", "LORA_R"),
     ],
 )

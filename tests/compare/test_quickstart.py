@@ -22,7 +22,7 @@ from llava.compare.quickstart import Quickstart
 from llava.compare.record import read_record
 from llava.compare.steps import Step, StepError, run_lanes
 from llava.compare.tables import Statistics
-from llava.eval.results import CONTROLS, read_results
+from llava.eval.results import CONTROLS, TaskResult, read_results, write_results
 from llava.launch import devices
 from llava.launch.settings import NAMES
 from llava.utils.intervals import share_interval
@@ -165,6 +165,31 @@ def test_scores_have_intervals_arms_their_paired_difference_and_the_page_escapes
     assert not re.findall(r"""src=["'](?!data:)""", page) and "<img src=x" not in page
     assert html.escape("<img src=x", quote=False) in page and 'alt="Which?"' in page
     assert "the arms cannot be ranked" in page and "+37.50 points" in page
+
+
+@pytest.mark.parametrize("change", ["weights", "questions", "pictures", "precision", "code"])
+def test_recorded_answers_count_only_while_all_that_decides_them_is_the_same(tmp_path, monkeypatch, change):
+    data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
+    for file in (data / "heldout.json", data / "images/a.png", checkpoint / "config.json"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
+    (data / "heldout.json").write_text(json.dumps([{"image": "a.png"}]))
+    Image.new("RGB", (4, 4), "red").save(data / "images/a.png")
+    before, content = answers.described(checkpoint, 1), answers.content_of(data)
+    before.tasks = {"color": TaskResult("accuracy", 100.0, [], None, 0.0, content)}
+    write_results(before, tmp_path)
+    assert answers.is_answered(tmp_path, answers.described(checkpoint, 1), answers.content_of(data))
+    if change == "weights":
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    if change == "questions":
+        (data / "heldout.json").write_text(json.dumps([{"image": "a.png", "kind": "color"}]))
+    if change == "pictures":
+        Image.new("RGB", (4, 4), "grey").save(data / "images/a.png")
+    if change == "precision":
+        monkeypatch.setattr(answers, "fastest_dtype", lambda: "float16")
+    if change == "code":
+        monkeypatch.setattr(answers, "made_by", lambda sources: {"llava (code)": "another"})
+    assert not answers.is_answered(tmp_path, answers.described(checkpoint, 1), answers.content_of(data))
 
 
 def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):

@@ -78,13 +78,22 @@ def test_keywords_values_and_stages_that_mean_nothing_are_refused():
         Recipe("demo").plan("train")
 
 
+def test_a_recipe_in_another_clone_is_refused_by_both_paths(tmp_path, monkeypatch):
+    (tmp_path / "llava/compare").mkdir(parents=True)
+    (tmp_path / "llava/compare/recipe.py").touch()
+    monkeypatch.chdir(tmp_path / "llava")
+    with pytest.raises(ValueError, match=f"^{tmp_path} is a clone of its own, but Python imports llava from {ROOT}"):
+        Recipe("demo")
+
+
 def test_a_failed_run_is_an_error_below_what_it_printed(stand_in, monkeypatch, capfd):
     for name, value in (stand_in | {"BEHAVIOUR": "fails"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="^pretrain failed with status 1; "):
         Recipe("demo", num_gpus=0).pretrain()
     printed = capfd.readouterr()
-    assert "step 1\n" in printed.out and "loss is not finite\n" in printed.out + printed.err
+    assert printed.out.startswith(f"pretrain: the scripts of {ROOT}\n") and "step 1\n" in printed.out
+    assert "loss is not finite\n" in printed.out + printed.err
 
 
 def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):

@@ -43,6 +43,7 @@ def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
     [
         ("a.json", "[]", "holds no records"),
         ("a.json", '[\n {"id": 1},\n]', "line 3, column 1: not valid JSON: Expecting value"),
+        ("a.csv", "question,answer", "expected a file that ends in .*docs/data.md, Other forms"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: Expecting property name"),
     ],
 )

@@ -119,6 +119,28 @@ def test_a_decompression_bomb_is_an_error_not_a_warning(folder):
     assert problem.kind == "image_unreadable" and "decompression bomb" in problem.message
 
 
+class Unflagged(zipfile.ZipInfo):
+    """A member as Info-ZIP and macOS write it: a name in UTF-8, without the flag that says so."""
+
+    def _encodeFilenameFlags(self):
+        return self.filename.encode(), self.flag_bits
+
+
+def test_names_beyond_ascii_are_found_whoever_wrote_the_zip_file_and_in_either_form_of_accents(tmp_path):
+    composed, decomposed = "caf\u00e9/\u732b.png", "cafe\u0301/\u732b.png"
+    stores = []
+    for number, (name, member) in enumerate([(composed, Unflagged), (decomposed, Unflagged), (composed, Unflagged)]):
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
+            archive.writestr(member(name), encoded(noise(seed=1)))
+        stores.append(store := ImageStore(tmp_path / f"{number}.zip"))
+        assert store.check(composed) == store.check(decomposed) and store.check(composed)[1] is None
+        assert repr(name) in store.check("none.png")[1].message
+    assert stores[0].identity() != stores[2].identity()  # so that its messages are not the first one's
+    (tmp_path / decomposed).parent.mkdir()
+    (tmp_path / decomposed).write_bytes(encoded(noise(seed=1)))
+    assert ImageStore(tmp_path).check(composed)[1] is None
+
+
 def test_a_picture_too_long_for_its_width_is_refused_by_its_header(tmp_path):
     Image.new("L", (101, 1)).save(tmp_path / "long.png")
     _, problem = ImageStore(tmp_path).check("long.png")

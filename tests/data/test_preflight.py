@@ -159,7 +159,7 @@ def test_faulty_rows_are_named_and_a_damaged_or_unknown_shard_is_refused(tmp_pat
         load_records(str(tmp_path / "b.parquet"))
     for columns, message in (
         ({"conversations": turns, "image": ["a"] * 4, "images": [["a"]] * 4}, "columns 'image' and 'images'; keep the"),
-        ({"id": [1]}, "no column 'conversations' or 'messages'; it has id"),
+        ({"id": [1]}, "no column 'conversations' or 'messages'; it has id: docs/data.md, Other forms"),
     ):
         pq.write_table(pa.table(columns), tmp_path / "c.parquet")
         with pytest.raises(ValueError, match=f"(?s)c.parquet: .*{message}"):

@@ -228,8 +228,10 @@ def test_merged_weights_are_rounded_once_to_the_requested_or_the_adapters_precis
     folder = shutil.copytree(trained[0], tmp_path / "lora")
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({n: t.to(getattr(torch, adapters)) for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "resume.json").write_text('{"settings": {"language_model_files": "another"}}')
     argv = ["--model-path", str(folder), "--model-base", str(half), "--save-model-path", str(tmp_path / "out")]
     assert merge_lora.main(argv + (["--dtype", dtype] if dtype else [])) == 0
+    assert "was trained on a base with other files (another)" in caplog.text
     written = getattr(torch, dtype or adapters)
     saved = load_file(tmp_path / "out/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {written}

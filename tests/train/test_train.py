@@ -203,6 +203,11 @@ def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
     }
 
 
+def test_a_rate_of_a_frozen_tower_is_named(tiny, tmp_path, caplog):
+    build(tiny, tmp_path, 1, mm_vision_tower_lr=2e-6)
+    assert "--mm_vision_tower_lr has no effect" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
