@@ -18,6 +18,7 @@ from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.records import RecordTable, load_records
 from llava.utils.progress import progress
+from llava.utils.scoring import kind_of
 
 SHOWN_FAULTS = 10
 _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
@@ -89,15 +90,24 @@ class QuestionRecords(Sequence[Question]):
 
         return self.images.content(pictures())
 
-    def check(self, refuse: Callable[[int, Question, list[Size]], None], setting: str = "--data") -> None:
+    def check(
+        self, refuse: Callable[[int, Question, list[Size]], None], setting: str = "--data", all_scored: bool = False
+    ) -> None:
         """Calls `refuse` with the index of each question, the question, and the sizes of its pictures.
 
-        Raises ValueError: it raised one, or a record or picture is invalid; the message names records and faults.
+        Raises ValueError: it raised one, a record or picture is invalid, or a question with an expected answer (or any,
+        with `all_scored`) cannot be scored by `llava.eval.score`; the message names records and faults.
         """
-        faults = []
+        faults, places = [], {}
         for index in progress(range(len(self)), "checking", "questions"):
             try:
-                refuse(index, question := self[index], [self.images.size(place) for place in question.asked.pictures])
+                question = self[index]
+                if all_scored or question.expected is not None:
+                    name = f"question {json.dumps(question.identifier, ensure_ascii=False)}"
+                    kind_of(name, question.expected, question.kind)
+                    if (first := places.setdefault(name, index)) != index:
+                        raise ValueError(f"{name} is also that of {self.records.named(first)}; expected each id once")
+                refuse(index, question, [self.images.size(place) for place in question.asked.pictures])
             except ValueError as error:
                 faults.append(f"{self.records.named(index)}: {error}")
         if faults:

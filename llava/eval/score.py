@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llava.eval.answer import recorded
 from llava.eval.results import Answered, TaskResult
@@ -18,12 +18,8 @@ from llava.eval.tasks import mean
 from llava.utils.commands import Parser, exit_status
 from llava.utils.intervals import share_interval
 from llava.utils.presentation import format_table
-from llava.utils.scoring import KINDS, READERS, can_expect, is_right
+from llava.utils.scoring import READERS, is_right, kind_of
 
-if TYPE_CHECKING:
-    from llava.eval.question_records import Question
-
-DEFAULT_KIND = "exact"
 Rows = list[dict[str, Any]]
 
 
@@ -80,32 +76,12 @@ def scored_line(line: Mapping) -> Answered:
     return Answered(identifier, float(is_right(kind, answer, expected)), answer, expected, kind)
 
 
-def kind_of(name: str, expected: Any, kind: Any) -> str:
-    """How a question, called `name`, is scored; raises ValueError unless its expected answer can be scored so."""
-    kind = kind or DEFAULT_KIND
-    if kind not in KINDS:
-        raise ValueError(f"{name}: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if not isinstance(expected, str):
-        raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
-    if not can_expect(kind, expected):
-        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {kind}")
-    return kind
-
-
 def check_questions(data: str, image_folder: Path | None) -> None:
     """Raises ValueError or OSError where one of `--questions` cannot be answered or scored; the message names it."""
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
     questions = QuestionRecords(data, str(image_folder) if image_folder else None)
-    places: dict[str, int] = {}
-
-    def has_score(index: int, question: "Question", sizes: object) -> None:
-        identifier = json.dumps(question.identifier, ensure_ascii=False)
-        kind_of(f"question {identifier}", question.expected, question.kind)
-        if (first := places.setdefault(identifier, index)) != index:
-            raise ValueError(f"the id {identifier} is also that of record {first}; expected each id once")
-
-    questions.check(has_score, f"--questions {data}")
+    questions.check(lambda *_: None, f"--questions {data}", all_scored=True)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

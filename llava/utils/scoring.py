@@ -98,6 +98,7 @@ _COUNTED = re.compile("(\\d)(?=[\uac00-\ud7af])")  # Korean counts `3개`
 READERS: dict[str, Callable[[str], object | None]] = {"yes_no": yes_or_no, "choice": letter, "numeric": number}
 COMPARED = {"exact": same_answer, "contains": contains}
 KINDS = (*COMPARED, *READERS)
+DEFAULT_KIND = "exact"
 
 
 def is_right(kind: str, answer: str, expected: str) -> bool:
@@ -110,3 +111,15 @@ def is_right(kind: str, answer: str, expected: str) -> bool:
 def can_expect(kind: str, expected: str) -> bool:
     """Whether a question of this kind can have this expected answer."""
     return bool(expected.strip()) and (kind in COMPARED or READERS[kind](expected) is not None)
+
+
+def kind_of(name: str, expected: Any, kind: Any) -> str:
+    """How a question, called `name`, is scored; raises ValueError unless its expected answer can be scored so."""
+    kind = kind or DEFAULT_KIND
+    if kind not in KINDS:
+        raise ValueError(f"{name}: kind {kind!r} is not one of {', '.join(KINDS)}")
+    if not isinstance(expected, str):
+        raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
+    if not can_expect(kind, expected):
+        raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {kind}")
+    return kind

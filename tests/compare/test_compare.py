@@ -243,7 +243,7 @@ def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path)
 
 def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys):
     good, bad = {"question_id": 0, "text": "Was it?", "expected": "yes"}, {"question_id": 1, "text": "Is it?"}
-    records = {"no expected answer": bad, "the id 0 is also that of": good}
+    records = {"no expected answer": bad, "question 0 is also that of": good}
     records["'3' cannot be the expected answer"] = bad | {"expected": "3", "kind": "yes_no"}
     words = ["run", "--output-dir", str(tmp_path / "out"), "--question-images", str(tmp_path)]
     for message, record in records.items():

@@ -234,12 +234,15 @@ BAD = (
     (line("red", text="<image> <image>"), "2 <image> placeholders but 1 images"),
     (line("red", text="why? " * 200), "more than the 512 of"),
     (["a"], "expected an object, found list"),
+    (line("red", expected="red", kind="color"), "kind 'color' is not one of exact"),
+    (line("blue", expected=" "), "' ' cannot be the expected answer"),
+    (line("red", expected="No"), 'question "q-red" is also'),
 )
 
 
 def test_unanswerable_questions_are_named_before_the_first_answer(ask, asked, images):
     (images / "cut.png").write_bytes(b"no picture")
-    result = ask([LINES[0], *(record for record, _ in BAD), LINES[1]])
+    result = ask([LINES[0] | {"expected": "Yes"}, *(record for record, _ in BAD), LINES[1]])
     assert result.status == 2 and f"{len(BAD)} of {len(BAD) + 2} questions cannot be used" in result.error
     for number, (_, message) in enumerate(BAD, 1):
         assert f"questions.jsonl: record {number}" in result.error and message in result.error

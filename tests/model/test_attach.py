@@ -220,6 +220,22 @@ def test_a_folder_without_record_or_without_the_norms_weights_or_with_nan_is_ref
         load_attached(str(tmp_path / "nan"))
 
 
+def test_the_guard_is_a_field_that_the_config_does_not_set_again_when_it_is_loaded(llava, tmp_path, monkeypatch):
+    """As Step-3.7's and MiniMax-M3-VL's configs set the LLM's activation."""
+    text_class = type(llava.config.text_config)
+    init = text_class.__post_init__
+
+    def sets_again(config, **kwargs):
+        init(config, **kwargs)
+        config.hidden_act = "silu"
+
+    monkeypatch.setattr(text_class, "__post_init__", sets_again)
+    attach(copy.deepcopy(llava)).save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
+        type(llava).from_pretrained(tmp_path)
+    load_attached(str(tmp_path))
+
+
 # --- training by others -----------------------------------------------------------------------------------------------
 
 

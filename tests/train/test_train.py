@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +208,18 @@ def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
 def test_a_rate_of_a_frozen_tower_is_named(tiny, tmp_path, caplog):
     build(tiny, tmp_path, 1, mm_vision_tower_lr=2e-6)
     assert "--mm_vision_tower_lr has no effect" in caplog.text
+
+
+def test_the_next_command_has_the_norm_the_adapter_and_this_python(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for trainer in (
+        SimpleNamespace(adapter_only=True),
+        SimpleNamespace(adapter_only=False, model=SimpleNamespace(peft_config={"default": None})),
+    ):
+        train_module.log_next_step(trainer, tmp_path, "rmsnorm")
+    stage_2 = f"NORM=rmsnorm PRETRAIN_ADAPTER={tmp_path}/mm_projector.bin bash scripts/finetune.sh"
+    assert f"with your other settings: {stage_2}" in caplog.messages[1]
+    assert f"{sys.executable} -m llava.model.merge_lora --model-path {tmp_path} " in caplog.messages[2]
 
 
 @pytest.mark.parametrize(
