@@ -193,18 +193,6 @@ def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava, tiny):
     refused(model, "Own: expected a class of transformers")
 
 
-def test_a_model_or_a_folder_with_an_adapter_is_refused(llava, tmp_path):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
-    adapted = copy.deepcopy(llava)
-    adapted.add_adapter(lora)
-    with pytest.raises(ValueError, match="it has a PEFT adapter; attach before, and list the projector"):
-        attach(adapted)
-    peft.get_peft_model(attach(copy.deepcopy(llava)), lora).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="an adapter of PEFT; load its base, attach with the same arguments, then"):
-        load_attached(str(tmp_path))
-
-
 def test_a_folder_without_record_or_without_the_norms_weights_or_with_nan_is_refused(llava, tmp_path):
     llava.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="plain: config.json has no llava_attached; expected a model that attach"):

@@ -13,7 +13,7 @@ from batches import assert_layouts_agree, trained_on
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import V
-from training import LORA, build, flags, load, run
+from training import build, flags, load, run
 
 from llava.analysis.attention import picture_grid
 from llava.analysis.models import our_batch
@@ -21,7 +21,6 @@ from llava.anyres import Picture
 from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.model.builder import load_pretrained_model
-from llava.model.merge_lora import merge_lora
 from llava.train import train as train_module
 
 NEWLINE = "model.image_newline"
@@ -139,14 +138,6 @@ def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="the weights lack model.image_newline"):
         load(folder, None)
-
-
-def test_lora_saves_the_newline_with_its_adapters_and_merging_restores_it(tiny, shapes, tmp_path):
-    train_module.train(flags(tiny, tmp_path / "lora", 2, **shapes, **ANYRES, **LORA))
-    beside = torch.load(tmp_path / "lora/non_lora_trainables.bin")[f"base_model.model.{NEWLINE}"]
-    merge_lora(str(tmp_path / "lora"), None, str(tmp_path / "merged"))
-    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")[NEWLINE], beside)
-    assert torch.equal(load(tmp_path / "lora", tiny / "llama").get_model().image_newline, beside)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
-from llava.model.builder import load_language_model, read_config
+from llava.model.builder import read_config
 from llava.model.context import context_length
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import adapter_state_dict, load_adapter
@@ -130,13 +130,6 @@ LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 )
 def test_the_context_has_the_rope_scaling_that_its_config_leaves_out(fields, expected):
     assert context_length(LlavaLlamaConfig(max_position_embeddings=2048, **fields)) == expected
-
-
-def test_text_only_model_generates_and_refuses_images(tiny):
-    model = load_language_model(str(tiny / "llama")).eval()
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, pad_token_id=0).shape[1] <= 3
-    with pytest.raises(ValueError, match="without a vision tower"):
-        model(torch.tensor([[5, IMG]]), images=pictures(1))
 
 
 def test_checkpoint_without_projector_weights_is_refused(tiny, tmp_path):

@@ -1,6 +1,5 @@
 """Projectors that merge patches: what they compute, and everything that counts their visual tokens."""
 
-import numpy as np
 import pytest
 import torch
 from anyres_data import ANYRES, write_shapes
@@ -13,7 +12,6 @@ from transformers import Idefics3Config, InternVLConfig, SiglipVisionConfig, Sig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
-from llava.anyres import Picture
 from llava.model.multimodal_projector.builder import MergePatches
 from llava.train.telemetry import batch_work, flop_costs
 
@@ -77,20 +75,6 @@ def test_an_odd_grid_or_a_class_token_cannot_be_merged(fine):
         make(fine, tower="odd", mm_projector_type=MERGING)
     with pytest.raises(ValueError, match=f"{MERGING} merges squares .* --mm_vision_select_feature patch"):
         make(fine, tower="clip", mm_projector_type=MERGING, mm_vision_select_feature="cls_patch")
-
-
-def test_lengths_layout_and_rows_agree(fine, tmp_path):
-    model, trainer = built(fine, tmp_path, MERGING)
-    data = trainer.train_dataset
-    items = [data[index] for index in range(len(data))]
-    layout = trainer.data_collator(items)["layout"]
-    assert layout.lengths == np.abs(data.modality_lengths()).tolist()
-    rules = model.crop_rules()
-    assert rules.tokens_per_crop == 4 and rules.visual_tokens(Picture()) == 4 + rules.has_newline
-    crops = torch.randn(sum(picture.crops for picture in layout.pictures), 3, 16, 16)
-    with torch.no_grad():
-        assert model.encode_images(crops).shape == (len(crops), 4, 32)
-        assert model.splice(layout, crops).shape[1] == sum(layout.lengths)
 
 
 @no_rotary_product
