@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Injects every fault that training promises to survive, on one and two CPU ranks with a tiny model, and prints a table:
+# Injects every fault that training promises to survive, on one and two CPU ranks with a tiny model, and prints a line for each:
 #   bash tests/nightly/chaos/run.sh [names of faults]
-# LLAVA_PYTHON works as in all scripts. Exits with 1 if a row is not as promised.
+# LLAVA_PYTHON works as in all scripts. Exits with 1 if one is not as promised.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../../scripts/lib.sh"
