@@ -195,7 +195,7 @@ def answers_under(
         batches = batch_answers(assistant, questions, picture, batch_size, **options)
         for batch in progress(batches, f"answering, {control}", "batches", total=math.ceil(len(records) / batch_size)):
             texts |= batch
-        for start in progress(range(0, len(records), batch_size), f"expected answers, {control}", "batches"):
+        for start in progress(range(0, len(records), batch_size), f"scoring, {control}", "batches"):
             part = slice(start, start + batch_size)
             shown = [picture(place) for asked in questions[part] for place in asked.pictures]
             expected += assistant.log_probabilities(answered[part], shown)
