@@ -9,6 +9,7 @@ import pytest
 import torch
 from decoder_families import NAMES, write_families
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import make
 from training import flags
@@ -29,7 +30,7 @@ from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.export import hf
 from llava.export.__main__ import main
-from llava.export.hf import export, file_name
+from llava.export.hf import export, file_name, new_folder
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.hf_folder import CARRIED, WITH_NORM, hf_names
@@ -466,4 +467,11 @@ def test_what_was_written_is_loaded_and_compared(normed, tmp_path, monkeypatch, 
     monkeypatch.setattr(hf, part, lambda *arguments: real(*arguments) * shift)
     with pytest.raises(RuntimeError, match=message):
         export(str(normed[0]), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
+    with pytest.raises(OSError, match=f"--output-dir {tmp_path}/out: its disk is full"), new_folder(tmp_path / "out"):
+        (tmp_path / ".out.partial/model.safetensors").write_bytes(b"half")
+        raise SafetensorError("No space left on device")
     assert not list(tmp_path.iterdir())
