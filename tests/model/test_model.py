@@ -61,6 +61,15 @@ def test_wrong_number_of_images_names_the_sample(images, placeholders, message):
         match_images(images, placeholders)
 
 
+def test_batch_without_targets_has_zero_loss_and_zero_gradients(tiny):
+    model = make(tiny).train()
+    ids = torch.tensor([[5, IMG, 6]])
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100), images=pictures(1)).loss
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_a_batch_without_images_runs_tower_and_projector_with_zero_weight(tiny):
     """Otherwise a rank without images would leave the others waiting."""
     model = make(tiny).train()
@@ -182,6 +191,32 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tiny, 
     with pytest.raises(ValueError, match=r"--model_name_or_path .*base: the tokenizer has ids up to 357 .* 320 rows"):
         training_tokenizer(str(folder), 512, None)
     assert training_tokenizer(str(tiny / "llama"), 512, None).pad_token_id == 257
+
+
+def prompt_dependent(tiny):
+    """A model whose next token depends on its whole prompt, unlike that of the untrained ones."""
+    model = make(tiny)
+    with torch.no_grad():
+        model.get_model().embed_tokens.weight.div_(5)
+        for layer in model.get_model().layers:
+            layer.self_attn.v_proj.weight.mul_(20)
+            layer.self_attn.o_proj.weight.mul_(20)
+    return model
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_every_token_of_an_answer_sees_the_whole_prompt(tiny, use_cache):
+    model = prompt_dependent(tiny)
+    batch = torch.tensor([[5, IMG, 6, 9, 0, 0], [7, 8, IMG, 9, 10, 11]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    new = model.generate(batch, attention_mask=mask, images=pictures(2), use_cache=use_cache, **options)
+    for row, (ids, image) in enumerate(((batch[:1, :4], pictures(2)[:1]), (batch[1:], pictures(2)[1:]))):
+        for token in new[row]:
+            assert token == model(ids, images=image).logits[0, -1].argmax()
+            ids = torch.cat([ids, token[None, None]], dim=1)
+        assert model(ids[:, -3:-1]).logits[0, -1].argmax() != ids[0, -1]  # the prompt matters
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])

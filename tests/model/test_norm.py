@@ -71,6 +71,15 @@ def test_forward_equals_float64_formula(name):
     torch.testing.assert_close(norm(x).double(), reference(norm, x), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", NORMALIZING)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
+def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
+    text_norm = 1.09
+    norm = make(name, seed=None, init_gain=text_norm / math.sqrt(D)).to(dtype)
+    norms = norm(inputs().to(dtype)).float().norm(dim=-1)
+    assert (norms / text_norm - 1).abs().max() < tolerance
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", COMPENSATED)
 def test_gradients_are_plain_and_the_inputs_is_divided_by_mean_gain(name):
@@ -245,6 +254,14 @@ def trained(name: str, optimizer: type, max_norm: float = math.inf, steps: int =
         nn.utils.clip_grad_norm_(weights, max_norm)
         stepper.step()
     return torch.cat([parameter.detach().flatten() for parameter in weights])
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", PLAIN_OF)
+def test_adamw_without_clipping_and_epsilon_undoes_compensation(name):
+    options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-30}
+    ours, plain = (trained(norm, torch.optim.AdamW, **options) for norm in (name, PLAIN_OF[name]))
+    torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", PLAIN_OF)

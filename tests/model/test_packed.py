@@ -151,6 +151,17 @@ def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.numeric
+def test_the_loss_in_a_step_is_that_of_all_logits(model, monkeypatch):
+    inputs = batch(BATCHES["several_images"])
+    loss, gradients = loss_and_gradients(model, True, SEGMENTS, **inputs)
+    monkeypatch.setattr("llava.model.loss.chunked_loss", plain_loss)
+    expected_loss, expected = loss_and_gradients(model, True, SEGMENTS, **inputs)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
+
+
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
@@ -203,3 +214,15 @@ def test_llavas_slices_go_round_the_ranks():
     assert assigned_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
     assert assigned_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
     assert assigned_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
+
+
+def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():
+    order = RandomOrder(22, seed=1)
+    deal = partial(assigned_by_length, lengths=[5] * 22, ranks=1, micro_batches=2)
+    sampler = StepSampler(order, 4, deal, 0)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first and len(sampler) == len(first) == 6
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(StepSampler(order, 4, deal, 0, drop_last=True)) == first[:5]
