@@ -2,19 +2,25 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import shlex
 import sys
 import warnings
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from paths import ROOT
+from shell import bash
 
+from llava.eval.tasks import choose
 from llava.launch.settings import NAMES, OTHERS
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from playground.options import PICTURES
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -77,7 +83,6 @@ def test_the_references_in_the_tree_are_what_the_code_says():
 OUTSIDE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "VLLM_PLUGINS", "WANDB_MODE"}
 OWN = ("llava", "playground", "benchmarks")
 WITHOUT_HELP = ("llava.eval.harness",)  # hands all further words to a harness
-WITH_COMMANDS = ("llava.analysis", "llava.compare", "llava.export", "playground")
 RECIPES = ("scripts/pretrain.sh", "scripts/finetune.sh")
 # The parser behind a script's further flags.
 BEHIND = {
@@ -92,9 +97,10 @@ BEHIND = {
 
 def blocks() -> list[tuple[str, str]]:
     """Every block of shell commands, and every command within a sentence, with its page."""
-    found = [(page, text) for page, whole in PAGES.items() for kind, text in FENCE.findall(whole) if kind == "bash"]
+    pages = sorted(PAGES.keys() - {"CHANGELOG.md"})  # which names what is gone
+    found = [(page, text) for page in pages for kind, text in FENCE.findall(PAGES[page]) if kind == "bash"]
     starts = r"(?:[A-Z_]+=\S* )*(?:python -m |bash |sbatch )"
-    spans = ((page, span) for page in PAGES for span in re.findall(r"`([^`]+)`", prose(page)))
+    spans = ((page, span) for page in pages for span in re.findall(r"`([^`]+)`", prose(page)))
     return found + [(page, span) for page, span in spans if re.match(starts, span) and "\n" not in span]
 
 
@@ -118,52 +124,47 @@ def commands(text: str) -> list[list[str]]:
     return [words for words in found if words]
 
 
-def split_variables(words: list[str]) -> tuple[list[str], list[str]]:
-    """The variables that stand before a command, and the command."""
+def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that stand before a command, with their values, and the command."""
     words = words[words[0] == "export" :]
     count = next((i for i, word in enumerate(words) if not re.match(r"[A-Z_0-9]+=", word)), len(words))
-    return [word.split("=")[0] for word in words[:count]], words[count:]
+    return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
-def own_module(words: list[str]) -> tuple[str, ...] | None:
-    """The module of this tree that a command calls, with its subcommand where it has one."""
-    if words[1:2] != ["-m"] or words[2].split(".")[0] not in OWN or words[2] in WITHOUT_HELP:
-        return None
-    takes_command = words[2] in WITH_COMMANDS and len(words) > 3 and re.fullmatch("[a-z][a-z0-9-]*", words[3])
-    return tuple(words[2 : 3 + bool(takes_command)])
+def own_module(words: list[str]) -> list[str]:
+    """The module of this tree that a command calls, and its words; empty for other people's."""
+    is_own = words[1:2] == ["-m"] and words[2].split(".")[0] in OWN and words[2] not in WITHOUT_HELP
+    return [word for word in words[2:] if word != "COMMAND"] if is_own else []
 
 
-BLOCKS = blocks()
-CALLS = [(page, words) for page, text in BLOCKS for words in commands(text)]
-CALLED = sorted({call for _, words in CALLS if (rest := split_variables(words)[1]) and (call := own_module(rest))})
-
-
-@pytest.fixture(scope="module")
-def helps() -> dict[str, str]:
-    """What every module that a page calls prints for --help, within this process."""
-    texts = {}
-    for call in [*CALLED, *(tuple(command.split()) for command in set(BEHIND.values()))]:
-        out = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(out):
-            warnings.simplefilter("ignore")  # of runpy, about modules that are imported already
-            patch.setattr(sys, "argv", [*call, "--help"])
-            patch.setattr(os, "environ", os.environ.copy())
-            with contextlib.suppress(SystemExit, ImportError):
-                runpy.run_module(call[0], run_name="__main__", alter_sys=True)
-        texts[" ".join(call)] = out.getvalue()
-    return texts
+@cache
+def help_after(*words: str) -> str:
+    """What a module prints for its words and --help, within this process: its parser takes the words' values first."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        warnings.simplefilter("ignore")  # of runpy, about modules that are imported already
+        patch.setattr(sys, "argv", [*words, "--help"])
+        patch.setattr(os, "environ", os.environ.copy())
+        with contextlib.suppress(SystemExit, ImportError):
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    return out.getvalue()
 
 
 @pytest.mark.slow
-def test_every_command_flag_variable_and_script_that_a_page_uses_is_known(helps):
-    wrong = [
-        f"python -m {' '.join(call)} --help said nothing" for call in CALLED if "usage:" not in helps[" ".join(call)]
-    ]
-    wrong += [f"{page}: {' '.join(words)}: {fault}" for page, words in CALLS for fault in faults(words, helps)]
-    assert wrong == []
+def test_every_command_flag_value_variable_and_script_that_a_page_uses_is_known():
+    calls = [(page, words) for page, text in blocks() for words in commands(text)]
+    assert [f"{page}: {' '.join(words)}: {fault}" for page, words in calls for fault in faults(words)] == []
 
 
-def faults(words: list[str], helps: dict[str, str]) -> list[str]:
+def test_every_preset_norm_and_kind_of_pictures_that_a_page_sets_is_there():
+    known = {"DEMO_DATA": PICTURES, "PRESET": [path.stem for path in (ROOT / "scripts/presets").iterdir()]}
+    known["NORM"] = {*NORM_TYPES, "half_rmsnorm"}  # the plug-in of docs/models.md
+    form = rf"\b({'|'.join(known)})=([\w.-]*\w)"
+    given = {(page, *pair) for page in PAGES for pair in re.findall(form, PAGES[page])}
+    assert len(given) > 20 and [each for each in given if each[2] not in known[each[1]]] == []
+
+
+def faults(words: list[str]) -> list[str]:
     """What is wrong with one command of a page; what other people's programs take is theirs to check."""
     variables, words = split_variables(words)
     if not words:
@@ -174,21 +175,49 @@ def faults(words: list[str], helps: dict[str, str]) -> list[str]:
         return missing
     script = next((word for word in files if word.endswith((".sh", ".sbatch", ".py"))), "")
     if script and (words[0] in ("bash", "sbatch") or script == words[1]):
-        return script_faults(script, variables, words[words.index(script) + 1 :], helps)
-    call = own_module(words)
-    return unknown_flags(words[3:], helps[" ".join(call)]) if call else []
+        return script_faults(script, variables, words[words.index(script) + 1 :])
+    return module_faults(own_module(words))
 
 
-def script_faults(script: str, variables: list[str], words: list[str], helps: dict[str, str]) -> list[str]:
+def script_faults(script: str, variables: dict[str, str], words: list[str]) -> list[str]:
     text = (ROOT / script).read_text()
     head = text if script.endswith(".py") else "\n".join(re.findall("^#.*", text, re.MULTILINE))
     known = {*re.findall(r"\b[A-Z][A-Z_0-9]+\b", head), *OUTSIDE_VARIABLES}
+    recipe = f"scripts/{Path(script).stem}.sh"  # also a job's
     if script in BEHIND or script.endswith(".sbatch"):
         known |= NAMES.union(OTHERS.split())
     wrong = [f"{name} is no variable of {script}" for name in variables if name not in known]
     if script == "scripts/test.sh":  # pytest's
         return wrong
-    return wrong + unknown_flags(words, text + helps.get(BEHIND.get(script, ""), ""))
+    if recipe in RECIPES and "--help" not in words:
+        return wrong + recipe_faults(recipe, variables, words)
+    if script not in BEHIND:
+        return wrong + unknown_flags(words, text)
+    tasks = ["--tasks", variables["TASKS"]] if "TASKS" in variables else []
+    return wrong + module_faults([*BEHIND[script].split(), *tasks, *words])
+
+
+def recipe_faults(script: str, variables: dict[str, str], words: list[str]) -> list[str]:
+    """What the launcher refuses, and what the trainer's parser would refuse of the flags that it makes."""
+    gpus = 0 if variables.get("PRESET") == "demo" else 8
+    done = bash(script, *words, **{"NUM_GPUS": gpus, **variables, "DRY_RUN": "json"})
+    if not done.stdout:
+        return [done.stderr]
+    run = json.loads(done.stdout)
+    flags = run["command"][[Path(word).name for word in run["command"]].index("train_mem.py") + 1 :]
+    wrong = [problem for problem in run["problems"] if problem.startswith("deepspeed")]
+    return wrong if "PLUGINS" in variables else wrong + module_faults([BEHIND[script], *flags])
+
+
+def module_faults(words: list[str]) -> list[str]:
+    """What the module's parser refuses."""
+    if not words:
+        return []
+    if "usage:" not in (text := help_after(*words)):
+        return ["a word is refused, or its --help says nothing"]
+    for tasks in re.findall(r"--tasks (\S+)", " ".join(words)):
+        choose(tasks)
+    return unknown_flags(words, text)
 
 
 def unknown_flags(words: list[str], known: str) -> list[str]:

@@ -76,7 +76,7 @@ def resolved(tmp_path):
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_resolves_on_one_card_or_more_in_both_stages_and_by_lora(preset, count, resolved, tmp_path):
-    """What the trainer then chooses for `auto` is tested in tests/train/test_auto.py."""
+    """What the trainer then chooses for `auto` is tested in tests/train/test_accounting.py."""
     for stage, lora in (("pretrain", 0), ("finetune", 0), ("finetune", 1)):
         run = resolved(stage, NUM_GPUS=count, PRESET=preset, LORA=lora, HF_HOME=tmp_path, NORM="gwc_rmsnorm")
         flags, by_memory = run["flags"], preset in FOR_ONE_CARD

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serves a quickstart's checkpoints by vLLM on the CPU, the norm by this package's plugin, and compares its answers to
 # the held-out questions with ours; a difference beyond rounding gives status 1. --help lists the flags.
-#   bash tests/nightly/serving/run.sh [flags]
+#   bash tests/nightly/serving/run.sh [--remote-code] [flags]
 # vLLM has an environment of its own, .venv-serving or $SERVING_VENV, made once from requirements.txt beside this file
 # ($PYTHON: Python 3.11 or 3.12). LLAVA_PYTHON works as in all scripts.
 set -euo pipefail
