@@ -1,6 +1,7 @@
 """A written plan: what is refused, its test's error rates, its record over several sittings, and a tuning."""
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -321,6 +322,13 @@ def git(*words):
     return subprocess.run(["git", "-C", ROOT, *words], capture_output=True)
 
 
+def samples_until(loss: float, training: dict) -> float:
+    """Where a curve, straight between its points, first comes down to `loss`."""
+    values = np.array(training["loss"])
+    last = int(np.argmax(values <= loss))
+    return float(np.interp(-loss, -values[last - 1 : last + 1], training["samples"][last - 1 : last + 1]))
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_studys_results_follow_from_its_record_and_its_page_states_them(name):
     plan, record = read_plan(DATA / f"{name}.json"), read_record(DATA / f"{STUDIES[name]}.json")
@@ -328,25 +336,60 @@ def test_a_studys_results_follow_from_its_record_and_its_page_states_them(name):
     assert plan.missing(record) == []
     stats, runs = Statistics(record, plan), {(run["arm"], run["seed"]): run for run in record["runs"]}
     number = r"[+-]\d+(?:\.\d+)?"
-    form = rf"`([\w-]+)`[^`]*? ({number}) (points|nats) \(({number}) to ({number})\)"
-    page = " ".join((ROOT / "docs/study.md").read_text().split("## The pilot")[0].split())
-    stated = {(arm, unit): [delta, *ends] for arm, delta, unit, *ends in re.findall(form, page)}
+    form = rf"`([\w-]+)`[^`]*? ({number}) (points|nats|samples) \(({number}) to ({number})\)"
+    stated = {(arm, unit): [delta, *ends] for arm, delta, unit, *ends in re.findall(form, study_page())}
 
-    def score(arm, seed, field):
-        return np.mean([np.mean(runs[arm, seed][field][task]) for task in plan.tasks])
+    def measured(arm, seed, unit):
+        run = runs[arm, seed]
+        if unit == "samples":
+            return samples_until(0.554, run["training"])
+        field, scale = ("scores", 100) if unit == "points" else ("log_probabilities", 1)
+        return scale * np.mean([np.mean(run[field][task]) for task in plan.tasks])
 
-    for arm in plan.arms[1:]:
+    units = {"points": 1, "nats": 3} | ({"samples": 0} if name == "study-plan" else {})
+    for arm, (unit, digits) in itertools.product(plan.arms[1:], units.items()):
+        if unit == "samples" and arm not in plan.primary:
+            continue
         result = stats.results[arm][stats.overall]
-        for unit, field, scale in (("points", "scores", 100), ("nats", "log_probabilities", 1)):
-            seeds = [scale * (score(arm, s, field) - score("none", s, field)) for s in plan.seeds]
-            confidence = result["confidence"] if unit == "points" else 0.95
-            width = student_quantile(0.5 + confidence / 2, len(seeds) - 1) * np.std(seeds, ddof=1) / len(seeds) ** 0.5
-            expected = [np.mean(seeds), np.mean(seeds) - width, np.mean(seeds) + width]
-            if unit == "points":
-                ends = [result[name] for name in ("delta", "low", "high")]
-                assert ends == pytest.approx(expected)
-                expected = ends  # what is exactly between two tenths is rounded as these are
-            assert stated[arm, unit] == [f"{value:+.{1 if unit == 'points' else 3}f}" for value in expected]
+        seeds = [measured(arm, s, unit) - measured("none", s, unit) for s in plan.seeds]
+        confidence = result["confidence"] if unit == "points" else 0.95
+        width = student_quantile(0.5 + confidence / 2, len(seeds) - 1) * np.std(seeds, ddof=1) / len(seeds) ** 0.5
+        expected = [np.mean(seeds), np.mean(seeds) - width, np.mean(seeds) + width]
+        if unit == "points":
+            ends = [result[name] for name in ("delta", "low", "high")]
+            assert ends == pytest.approx(expected)
+            expected = ends  # what is exactly between two tenths is rounded as these are
+        assert stated[arm, unit] == [f"{value:+.{digits}f}" for value in expected]
+
+
+def study_page() -> str:
+    return " ".join((ROOT / "docs/study.md").read_text().split("## The pilot")[0].split())
+
+
+def test_the_other_numbers_of_the_studys_page_are_those_of_its_data():
+    def mean(study, arm, measured):
+        return np.mean([measured(run) for run in read_record(DATA / f"{study}.json")["runs"] if run["arm"] == arm])
+
+    def position(run):
+        return 100 * np.mean(run["scores"]["position"])
+
+    def right(run):
+        return 100 * np.mean([np.mean(run["scores"][task]) for task in tasks])
+
+    def blank(run):
+        return np.mean([run["controls"]["blank"][task] for task in tasks])
+
+    tasks, (study, later) = read_plan(PLAN).tasks, STUDIES.values()
+    shares = [mean(study, arm, position) for arm in ("none", "layernorm", "gwc_layernorm")]
+    shares += [mean(later, arm, position) for arm in ("pre_layernorm_mlp2x_gelu", "rmsnorm-fixed", "none")]
+    shares += [mean(later, "vocab_mix_mlp2x_gelu", measured) for measured in (right, blank)]
+    assert re.findall(r"(\d+\.\d) %(?! intervals)", study_page()) == [f"{share:.1f}" for share in shares]
+    assert f"takes {mean(study, 'none', lambda run: samples_until(0.554, run['training'])):.0f} in all" in study_page()
+    trial = json.loads((DATA / "rates-trial.json").read_text())["rows"]
+    names = ("arm", "stage_1_rate", "projector_rate", "mean", "position")
+    recorded = [[row[name] for name in names] for row in trial]
+    table = re.findall(r"\| ([a-z_]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+)(?= \|)", study_page())
+    assert len(table) == 9 and [row for row in table if [row[0], *map(float, row[1:])] not in recorded] == []
 
 
 # --- by the command ---------------------------------------------------------------------------------------------------
