@@ -43,13 +43,15 @@ RECORDS = [
 ]
 
 
-def test_table_equals_the_json(tmp_path, monkeypatch):
+def test_table_equals_the_json_and_a_second_start_converts_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(records_module, "_ROWS", 3)
     path = write(tmp_path / "a.json", RECORDS)
     table = load_records(str(path))
     assert isinstance(table, RecordTable) and len(table) == len(RECORDS)
     assert list(table) == json.loads(path.read_text()) == RECORDS
     assert table[-1] == RECORDS[-1] and table[1:4] == RECORDS[1:4]
+    monkeypatch.setattr(records_module, "_convert", lambda *paths: pytest.fail("converted again"))
+    assert list(load_records(str(path))) == RECORDS
 
 
 def test_a_changed_file_is_never_stale_even_with_its_old_size_and_time(tmp_path, files_count_as_old):
