@@ -31,6 +31,38 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
+# With CI_STRICT=1 every other skip is a failure: a download that failed, a package or a history that is not there.
+MAY_SKIP = (
+    "needs an NVIDIA GPU",
+    "a CPU would be compared with itself",
+    "'bitsandbytes'",
+    "the web page needs",  # bash scripts/test_all.sh browser has an environment for it
+    "needs Playwright",
+    "upstream's tokenizers 0.15.1 has wheels for",
+    "LLaVA-NeXT is not on PyPI",
+    "only root can",
+    "no network namespace",
+)
+
+
+def without_unlisted_skips(report):
+    """The report, as a failure if it is of a skip that CI_STRICT=1 does not allow."""
+    unlisted = report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI_STRICT") == "1"
+    if unlisted and not any(reason in report.longrepr[2] for reason in MAY_SKIP):
+        report.outcome, report.longrepr = "failed", f"CI_STRICT=1, and no reason to skip: {report.longrepr[2]}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return without_unlisted_skips((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return without_unlisted_skips((yield))
+
+
 def pytest_collection_finish():
     """Keeps garbage collection from looking through all imported modules, which takes as long as a tiny training."""
     gc.freeze()
