@@ -61,6 +61,7 @@ def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subproce
     return subprocess.run(command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path):
     name, file = "zero3_3b", "rows.json"
     args = argparse.Namespace(output_dir=tmp_path, cpu=True, limit=2.0)

@@ -125,6 +125,7 @@ def test_a_failed_step_names_its_log_and_ends_the_other_lane(tmp_path):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scores_have_intervals_arms_their_paired_difference_and_the_page_escapes_answers(tmp_path, monkeypatch, capsys):
     """By made-up models."""
     data, out = tmp_path / "playground/data/photos", tmp_path / "out"

@@ -96,6 +96,7 @@ def test_a_failed_run_is_an_error_below_what_it_printed(stand_in, monkeypatch, c
     assert "loss is not finite\n" in printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):
     environment = os.environ | stand_in | {"BEHAVIOUR": "saves"}
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

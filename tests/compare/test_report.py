@@ -84,6 +84,7 @@ def write_answers(run, right, data="content abc"):
     run.answers.with_name("answers.jsonl.run.json").write_text(json.dumps({"asked": asked, "count": 80}))
 
 
+@pytest.mark.slow
 def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path):
     runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
     for run, right in zip(runs, (40, 70), strict=True):
@@ -100,6 +101,7 @@ def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path):
     assert "--data: 'content abc' (none, seed 1), 'content xyz' (layernorm, seed 1)" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_fewer_than_three_seeds_have_an_interval_of_questions_and_no_verdict(tmp_path):
     seeds = (1, 2)
     runs = [
@@ -118,6 +120,7 @@ def test_fewer_than_three_seeds_have_an_interval_of_questions_and_no_verdict(tmp
     )
 
 
+@pytest.mark.slow
 def test_the_page_is_written_from_the_record_alone(report, tmp_path):
     shutil.copy(report[0] / FILE, tmp_path)
     assert main(["report", str(tmp_path / FILE), "--output-dir", str(tmp_path / "again")]) == 0

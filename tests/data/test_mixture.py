@@ -104,6 +104,7 @@ def test_an_epoch_has_exactly_its_samples_and_no_share_is_one_off(place):
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_data_set_may_have_its_own_folder_or_zip_file(place):
     with zipfile.ZipFile(place / "dogs.zip", "w") as archive:
         for number, content in enumerate(reversed(BYTES)):
@@ -169,6 +170,7 @@ def test_a_fault_of_an_entry_names_file_and_entry(place, fault):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_epoch_has_the_shares_and_a_resumed_run_the_same_samples(tiny, place, caplog):
     scenes = {"json_path": str(tiny / "data/finetune.json"), "image_folder": str(tiny / "data/images"), "weight": 0.3}
     path = mixture(

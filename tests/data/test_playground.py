@@ -118,6 +118,7 @@ def probes_folder(tmp_path_factory) -> Path:
     return probes.prepare(FEW, tmp_path_factory.mktemp("probes"))
 
 
+@pytest.mark.slow
 def test_more_pictures_and_a_validation_set_leave_pictures_and_questions_as_they_are(tmp_path: Path) -> None:
     few = replace(FEW, num_train=21, num_crowded=2, num_per_kind=6)
     base = probes.prepare(few, tmp_path / "base")
@@ -171,6 +172,7 @@ def test_answers_follow_from_the_pixels(scenes_root, probes_folder):
         assert len(kinds - {None}) == num_kinds
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_only_in_questions_of_their_kind(probes_folder):
     stages = {name: read(probes_folder / name) for name in ("pretrain.json", "finetune.json")}
     used = {record["image"] for records in stages.values() for record in records if "image" in record}

@@ -147,6 +147,7 @@ def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpo
     assert ask([{"text": "What is 1 + 1?"}, LINES[0]]).lines[1]["text"] == "Yes"
 
 
+@pytest.mark.slow
 def test_greedy_answers_keep_the_order_of_the_data_in_any_batch_size(ask, babbler):
     result = {
         size: ask(LONG, "--batch-size", size, output=f"{size}.jsonl", model=babbler).lines

@@ -104,6 +104,7 @@ def test_losses_optimizer_groups_and_learning_rates_are_upstreams(upstream):
         assert [rates[parts.index(part)] for rates in trainer.rates[1:]] == pytest.approx(recorded)
 
 
+@pytest.mark.slow
 def test_parameters_move_as_far_as_upstreams(upstream):
     golden, trainer, before, *_ = upstream
     after = dict(trainer.model.named_parameters())

@@ -180,6 +180,7 @@ def test_norms_and_gradient_norms_are_those_of_hooks_of_ones_own_in_float64(tiny
     assert read([probe], trainer.accelerator) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_profiled_steps_leave_a_trace_a_table_and_the_same_losses(tiny, tmp_path):
     options = {"max_steps": 4, "gradient_accumulation_steps": 2}
     train_module.train(flags(tiny, tmp_path / "plain", 2, **options))
