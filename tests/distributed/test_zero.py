@@ -1,8 +1,9 @@
-"""Which ZeRO stage `--deepspeed auto` takes, and what every stage starts from."""
+"""What ZeRO keeps, against what the memory estimate says."""
 
 import json
 from pathlib import Path
 
+import kept_under_zero
 import pytest
 import train_by_auto
 from training import flags
@@ -12,6 +13,19 @@ from llava.train.train import train
 from llava.utils.provenance import RUN_FILE, read_starts
 
 pytestmark = pytest.mark.slow
+
+
+def printed(output: str, word: str):
+    return json.loads(next(line for line in output.splitlines() if line.startswith(word)).removeprefix(word))
+
+
+def test_frozen_linear_layers_keep_no_input_under_zero3(tiny):
+    """DeepSpeed's own linear layers keep it, which the estimate does not count."""
+    output = run_on_ranks(1, kept_under_zero.__file__, [str(tiny)], timeout=600)
+    for case, kept in printed(output, "KEPT").items():
+        assert kept["ours"] == pytest.approx(kept["estimate"], rel=0.1), case
+        assert kept["same"], case
+        assert case == "stage 2" or kept["deepspeed"] > 1.15 * kept["estimate"], case
 
 
 def test_auto_takes_zero2_if_weights_fit_on_every_rank_and_else_zero3(tiny, tmp_path):
