@@ -1,8 +1,8 @@
 """One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
 A subclass (in `run`, `planned` and `quickstart`) defines what its runs are trained on, its lanes and what it writes at
-the end. The engine has locks, progress, signals and the times of steps. Finished steps are
-skipped, so that the same command resumes after an interruption.
+the end. The engine has locks, progress, signals and the times of steps. Finished steps are skipped, so that the same
+command resumes after an interruption.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a record shows, as tables: lists of rows, the same in HTML, Markdown and CSV.
+"""What a record shows, as tables: lists of rows, the same in HTML and Markdown.
 
 Arms are compared with the first, the baseline. From `FEWEST_SEEDS` seeds on the interval is Student's t over the seeds'
 paired differences, and has a verdict; with fewer it covers the choice of questions only, and has none. A study by a
