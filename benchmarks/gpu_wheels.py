@@ -35,6 +35,8 @@ UPSTREAM = (
     "llava-torch==1.2.2.post1",
 )  # fmt: skip
 TARGETS = {"ours": ROOT / "outputs/gpu_packages", "upstream": ROOT / "outputs/gpu_upstream"}
+# A folder of PYTHONPATH has no `.pth` files of its own read, by which wheels name further folders.
+PATHS = "import os, site\n\nsite.addsitedir(os.path.dirname(__file__))\n"
 # The image's own are too new for that transformers, which imports them where they are found.
 HIDE = 'import sys\n\nsys.modules |= dict.fromkeys(("datasets", "deepspeed", "peft"))\n'
 
@@ -125,8 +127,7 @@ def install(folder: Path) -> None:
             for name, files in wheels.items():
                 Path(joined, name).write_bytes(b"".join(files[index].read_bytes() for index in sorted(files)))
             pip("install", "--no-index", "--no-compile", "--target", target, *(Path(joined, name) for name in wheels))
-        if group == "upstream":
-            (target / "sitecustomize.py").write_text(HIDE)
+        (target / "sitecustomize.py").write_text(HIDE if group == "upstream" else PATHS)
         done.write_text(installed)
 
 

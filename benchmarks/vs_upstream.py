@@ -154,7 +154,11 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
     torch.manual_seed(0)
     size, dtype = SIZES[args.size], torch.bfloat16 if args.bf16 else torch.float32
     config = LlamaConfig(**size.llama(), max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
-    LlamaForCausalLM(config).to(dtype).save_pretrained(work / "llama")
+    with torch.device("cuda" if args.bf16 else "cpu"):
+        language_model = LlamaForCausalLM(config).to(dtype)
+    language_model.save_pretrained(work / "llama")
+    del language_model
+    torch.cuda.empty_cache()  # nothing happens without a GPU
     written = json.loads((work / "llama/config.json").read_text())
     written |= {"rope_theta": 10000.0, "torch_dtype": str(dtype).removeprefix("torch.")}  # for transformers 4
     (work / "llama/config.json").write_text(json.dumps(written))
@@ -242,7 +246,8 @@ def run(
         flags |= {"group_by_modality_length": stage == "finetune"}
     else:
         flags |= upstreams_order(work, stage, batch * steps)
-    command = recorded_command(python, folder, flags, STAGES[stage])
+    # Upstream's bf16 weights have no masters, and would lose updates that ours keep: neither moves.
+    command = recorded_command(python, folder, flags, STAGES[stage] + ["--learning_rate", "1e-9"] * args.bf16)
     # This tree starts as its scripts start a run on a CPU.
     variables = {} if args.bf16 or name == "upstream" else preloads(os.environ)
     variables |= {"PYTHONPATH": path} | ({} if args.bf16 else {"CUDA_VISIBLE_DEVICES": ""})
