@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that needs a GPU: one NVIDIA GPU of 80 GB or more, without a network, about half an hour in all.
+# Every figure that needs a GPU: one NVIDIA GPU of 80 GB or more, without a network, a little over half an hour in all.
 #   bash benchmarks/gpu_check.sh                             all parts, each under 10 minutes, then the table
 #   bash benchmarks/gpu_check.sh --plan                      their order and seconds
 #   bash benchmarks/gpu_check.sh --parts step_3b,tests       some of them

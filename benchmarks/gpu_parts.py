@@ -270,7 +270,7 @@ def kept(part: PartRun, name: str, make: Callable[[Path], Any]) -> Path:
 def zero(part: PartRun, preset: str, config: str, stages: tuple[int, ...], **variables: Any) -> None:
     """Stages in a preset's shapes on one GPU; peak memory beside the estimate, a row when a stage's last step is done.
 
-    Stage 2 has fewer layers where the states of the whole model exceed the GPU's memory.
+    Stage 2 has fewer layers where the states of the whole model exceed the GPU's memory; its last step is profiled.
 
     Args:
         config: a file of deepspeed_configs; empty for none.
@@ -291,7 +291,10 @@ def zero(part: PartRun, preset: str, config: str, stages: tuple[int, ...], **var
             common.write_records(records, common.caption_records(batch * steps, "photo.jpg"))
         else:
             common.write_records(records, common.conversation_records(batch * steps, "photo.jpg", text_only=1 / 11))
-        lines, log = train(part, stage, variables | models(part, preset, layers), saves=False)
+        profiling = ("--profile_steps", f"{steps}:{steps}") if stage == 2 else ()
+        lines, log = train(part, stage, variables | models(part, preset, layers), *profiling, saves=False)
+        for table in (part.work / f"stage{stage}/profile").glob("*.kernels.txt"):
+            shutil.copy(table, part.log.with_name(f"{part.name}-kernels.txt"))
         row = {"stage": stage, "config": config or "none", "layers": layers or "all"} | training_row(lines)
         row["estimate_gib"] = estimated_gib(log)
         if not part.cpu:  # on a CPU the peak is that of the whole process
@@ -344,29 +347,23 @@ def demo_part(what: str, **options: Any) -> Part:
 
 
 ZERO = "deepspeed_configs/zero{}.json"
-RECIPES_ARMS = ["packed", "padded", "liger", "liger_compiled_tower"]
-FLASH4_ARMS = ["liger_compiled_tower", "flash4"]
 # The order in which one card's half hour is best spent: what --minutes leaves no time for is at the end.
 PARTS = {
-    "step_3b": Part("a step in 3B shapes, both stages: MFU, tokens/s, memory, host syncs", 190,
-                    partial(step, arms=RECIPES_ARMS)),
-    "zero2_3b": zero_part("3b", "zero2", 90),
-    "zero3_3b": zero_part("3b", "zero3", 80),
-    "alone_3b": zero_part("3b", "", 60, "MFU, memory", (2,)),
-    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 60, tests),
-    "flash4_3b": Part("a step in 3B shapes with FlashAttention 4", 100, partial(step, arms=FLASH4_ARMS)),
-    "zero3_7b": zero_part("7b", "zero3", 110),
-    "zero2_7b": zero_part("7b", "zero2", 110),
-    "zero3_3b_16k": zero_part("3b", "zero3", 60, "MFU of micro-batches of 16,384 tokens", (2,),
+    "step_3b": Part("a step in 3B shapes, both stages: MFU, tokens/s, memory, host syncs", 135,
+                    partial(step, arms=["packed", "padded", "liger", "liger_compiled_tower"])),
+    "zero2_3b": zero_part("3b", "zero2", 190),
+    "zero3_3b": zero_part("3b", "zero3", 180),
+    "alone_3b": zero_part("3b", "", 110, "MFU, memory", (2,)),
+    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 45, tests),
+    "flash4_3b": Part("a step by FlashAttention 4", 75, partial(step, arms=["liger_compiled_tower", "flash4"])),
+    "zero3_7b": zero_part("7b", "zero3", 190),
+    "zero2_7b": zero_part("7b", "zero2", 190),
+    "zero3_3b_16k": zero_part("3b", "zero3", 110, "MFU of micro-batches of 16,384 tokens", (2,),
                               MAX_TOKENS_PER_MICRO_BATCH=16_384),
     "vs_upstream": Part("samples/s over LLaVA's own code in bf16", 300, vs_upstream),
     "qlora": demo_part("by QLoRA", packages=("bitsandbytes",), flags=("--bits", "4"), LORA=1),
     "resume_zero2": demo_part("under ZeRO-2", packages=("deepspeed",), DEEPSPEED_CONFIG=ZERO.format(2)),
     "recompute_zero3": demo_part("under ZeRO-3, its leaf modules recomputed", packages=("deepspeed",),
                            DEEPSPEED_CONFIG=ZERO.format(3), ACTIVATION_CHECKPOINTING="True"),
-    "lora": demo_part("by LoRA", LORA=1),
-    "demo": demo_part("as it is"),
-    "norm_before": demo_part("with the norm before the MLP", PROJECTOR="pre_layernorm_mlp2x_gelu", NORM="none"),
     "offload_3b": zero_part("3b", "zero3_offload", 240),
-    "arms_3b": Part("a step in 3B shapes without norm", 60, partial(step, arms=["packed", "no_norm"])),
 }  # fmt: skip

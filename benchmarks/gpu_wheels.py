@@ -93,8 +93,9 @@ def pip(verb: str, *words: object) -> None:
 def write_pieces(wheels: Sequence[Path], folder: Path, most: int) -> None:
     """Writes the wheels, the smallest first, into `folder`/1, /2, ..., which hold `most` bytes each."""
     number, room = 1, most
-    # FlashAttention 4 last: as long as its libraries were missing, it would be chosen and fail.
-    for wheel in sorted(wheels, key=lambda wheel: (wheel.name.startswith("flash_attn"), wheel.stat().st_size)):
+    # FlashAttention 4 after its libraries, or it would be chosen without them and fail; what QLoRA needs comes last.
+    later = ("flash_attn", "bitsandbytes")
+    for wheel in sorted(wheels, key=lambda wheel: (wheel.name.startswith(later), wheel.stat().st_size)):
         content, pieces = wheel.read_bytes(), []
         while content:
             number, room = (number, room) if room else (number + 1, most)

@@ -66,7 +66,7 @@ def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fiel
     config.mm_vision_config = SiglipVisionConfig(**sizes_of(preset.tower_name)).to_dict()
     config.mm_projector_type, config.mm_projector_norm = "mlp2x_gelu", "none"
     config.tokenizer_model_max_length = 2048
-    return _made(lambda: classes.causal_lm(config), device, dtype).train()
+    return made(lambda: classes.causal_lm(config), device, dtype).train()
 
 
 def write_language_model(
@@ -80,7 +80,7 @@ def write_language_model(
     special = {"bos_token_id": 597, "eos_token_id": 599}  # the tokenizer's
     fewer = {"num_hidden_layers": layers} if layers else {}
     config = AutoConfig.for_model(**sizes_of(name) | special | fewer)
-    _made(lambda: AutoModelForCausalLM.from_config(config), device, dtype).save_pretrained(folder)
+    made(lambda: AutoModelForCausalLM.from_config(config), device, dtype).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, folder)
     return folder
@@ -89,7 +89,7 @@ def write_language_model(
 def write_tower(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
     """Writes a folder like a published SigLIP's, with random weights and its image processor."""
     sizes = sizes_of(name)
-    _made(lambda: SiglipVisionModel(SiglipVisionConfig(**sizes)), device, dtype).save_pretrained(folder)
+    made(lambda: SiglipVisionModel(SiglipVisionConfig(**sizes)), device, dtype).save_pretrained(folder)
     side = sizes["image_size"]
     SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
     return folder
@@ -108,7 +108,7 @@ def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtyp
     return build_vision_projector(config).to(device=device, dtype=dtype).train()
 
 
-def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `make` returns, made on `device` in `dtype` from a fixed seed."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()

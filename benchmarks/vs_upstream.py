@@ -27,7 +27,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import common
-from benchmarks.shapes import sizes_of
+from benchmarks.shapes import made, sizes_of
 from llava.launch.command import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import Parser, whole
@@ -151,14 +151,10 @@ def batch_of(size: str, stage: str) -> int:
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
     """Writes a random Llama and a random CLIP tower."""
-    torch.manual_seed(0)
     size, dtype = SIZES[args.size], torch.bfloat16 if args.bf16 else torch.float32
     config = LlamaConfig(**size.llama(), max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
-    with torch.device("cuda" if args.bf16 else "cpu"):
-        language_model = LlamaForCausalLM(config).to(dtype)
-    language_model.save_pretrained(work / "llama")
-    del language_model
-    torch.cuda.empty_cache()  # nothing happens without a GPU
+    device = torch.device("cuda" if args.bf16 else "cpu")
+    made(lambda: LlamaForCausalLM(config), device, dtype).save_pretrained(work / "llama")
     written = json.loads((work / "llama/config.json").read_text())
     written |= {"rope_theta": 10000.0, "torch_dtype": str(dtype).removeprefix("torch.")}  # for transformers 4
     (work / "llama/config.json").write_text(json.dumps(written))

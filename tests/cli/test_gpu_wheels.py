@@ -1,5 +1,8 @@
 """The wheels that benchmarks/gpu_check.sh collects for a machine without network."""
 
+import os
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 
@@ -38,7 +41,10 @@ def test_the_list_is_all_that_this_tree_and_deepspeed_require_beyond_pytorch(pyt
 
 def test_a_large_wheel_travels_in_pieces_and_is_installed_when_all_have_come(monkeypatch, tmp_path):
     def pip(verb, *words):
-        words[words.index("--target") + 1].mkdir()
+        target = words[words.index("--target") + 1]
+        (target / "folder").mkdir(parents=True)
+        (target / "b.pth").write_text("folder\n")
+        (target / "folder/in_folder.py").touch()
         installed.append({path.name: path.read_bytes() for path in joined(words)})
 
     def joined(words):
@@ -60,4 +66,7 @@ def test_a_large_wheel_travels_in_pieces_and_is_installed_when_all_have_come(mon
         gpu_wheels.install(there)
         assert installed[-1].keys() == names
     gpu_wheels.install(there)
+    # A wheel may name a further folder in a `.pth` file.
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
+    subprocess.run([sys.executable, "-c", "import in_folder"], env=environment, check=True)
     assert len(installed) == 2 and installed[-1] == {"a.whl": b"small", "b.whl": bytes(range(100)) * 3}
