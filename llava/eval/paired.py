@@ -23,9 +23,8 @@ from llava.utils.intervals import CONFIDENCE, student_cdf, student_quantile
 
 RESAMPLES = 10_000
 FEWEST_SEEDS = 3  # whose differences give an interval
-MEAN = "mean"
-"""The name of the result over all benchmarks."""
-IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
+MEAN = "mean"  # the name of the result over all benchmarks
+IMPROVED, WORSE = "improved", "worse"  # verdicts
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class Difference:
     won: int  # questions that the arm answers better on average over the seeds
     lost: int
     p: float  # of the exact two-sided sign test on both; with one seed and right-or-wrong answers McNemar's
-
-    @property
-    def verdict(self) -> str:
-        """`improved` or `worse` where the interval excludes zero, else `unchanged`: no difference is shown."""
-        return IMPROVED if self.low > 0 else WORSE if self.high < 0 else UNCHANGED
 
 
 @dataclass(frozen=True)

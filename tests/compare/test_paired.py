@@ -6,13 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from llava.eval.paired import (
-    IMPROVED,
-    UNCHANGED,
-    compare_benchmarks,
-    resampled_mean,
-    sign_test,
-)
+from llava.eval.paired import compare_benchmarks, resampled_mean, sign_test
 from llava.utils.intervals import share_interval
 
 RNG = np.random.default_rng(1)
@@ -64,21 +58,22 @@ def test_questions_are_drawn_with_the_mean_of_their_seeds():
     assert result.by_seed == (5.0, 0.0)
 
 
-def test_verdict_on_few_decided_questions_agrees_with_the_sign_test():
+def test_the_interval_on_few_decided_questions_agrees_with_the_sign_test():
     for lost in range(4):
         for won in range(lost, lost + 16):
-            p, verdict = sign_test(won, lost), difference_of(answers(won, lost, 400)).verdict
+            p, result = sign_test(won, lost), difference_of(answers(won, lost, 400))
             if p > 0.12:
-                assert verdict == UNCHANGED, (won, lost, p)
+                assert result.low <= 0 <= result.high, (won, lost, p)
             if p < 0.02:
-                assert verdict == IMPROVED, (won, lost, p)
+                assert result.low > 0, (won, lost, p)
 
 
-def test_between_equal_arms_a_verdict_is_as_rare_as_promised():
+def test_between_equal_arms_an_interval_without_zero_is_as_rare_as_promised():
     rng, wrong = np.random.default_rng(5), 0
     for trial in range(300):
         d = rng.choice([-1, 0, 1], p=[0.15, 0.7, 0.15], size=240)
-        wrong += difference_of(d, seed=trial, resamples=2000).verdict != UNCHANGED
+        result = difference_of(d, seed=trial, resamples=2000)
+        wrong += not result.low <= 0 <= result.high
     assert wrong / 300 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
 
 
