@@ -19,9 +19,11 @@ NORM_COLOURS = {
     "rmsnorm": "#CC79A7",
     "gwc_rmsnorm": "#882255",
     "clip": "#66331A",
+    "pre_layernorm_mlp2x_gelu": "#B8A000",
     "scale": "#AA99DD",  # this and the next only in committed records
     "gwc_scale": "#332288",
 }
+_OTHER_COLOURS = ("#4477AA", "#AA3377", "#66AA55", "#775533")  # of models that are not an arm
 NEUTRAL = "#777777"
 """The colour of what is neither an arm nor a kind of token: chance, pairs of arms."""
 _SHADES = ((0.0, "-"), (0.5, ":"), (-0.45, "--"), (0.3, "-."), (-0.3, ":"), (0.65, "--"))
@@ -53,20 +55,20 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Colour and line of each arm or model of a figure, as Matplotlib's arguments.
 
     A norm, also as `norm/stage`, has its own, whatever else is drawn, and its variants have shades of it in their
-    order. A model that is not an arm takes a colour that is left in the figure.
+    order. A model that is not an arm takes a colour that no arm has.
     """
-    norms = {name: re.split(r"[@/]|-fixed", name)[0] for name in names}
-    left = itertools.cycle([norm for norm in NORM_COLOURS if norm not in norms.values()] or NORM_COLOURS)
-    arms: dict[str, list[str]] = {norm: [norm] for norm in norms.values() if norm in NORM_COLOURS}
-    chosen = {}
-    for name, norm in norms.items():
-        arm = name.partition("/")[0] if norm in NORM_COLOURS else name
-        norm = norm if norm in NORM_COLOURS else next(left)
-        others = arms.setdefault(norm, [])
+    left, chosen, arms = itertools.cycle(_OTHER_COLOURS), {}, {}
+    for name in dict.fromkeys(names):
+        norm = re.split(r"[@/]|-fixed", name)[0]
+        arm, others = name, []
+        if own := NORM_COLOURS.get(norm):
+            arm, others = name.partition("/")[0], [norm]
+        colour = own or next(left)
+        others = arms.setdefault(colour, others)
         if arm not in others:
             others.append(arm)
         share, line = _SHADES[others.index(arm) % len(_SHADES)]
-        parts = (int(NORM_COLOURS[norm][i : i + 2], 16) for i in (1, 3, 5))
+        parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
         mixed = (round(part + abs(share) * ((255 if share > 0 else 0) - part)) for part in parts)
         chosen[name] = {"color": "#" + "".join(f"{part:02X}" for part in mixed), "linestyle": line}
     return chosen

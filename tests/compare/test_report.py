@@ -19,6 +19,7 @@ from llava.compare.tables import Statistics, every_table
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
 from llava.utils.digests import revision
+from llava.utils.presentation import looks
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
@@ -137,6 +138,14 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     markdown = (report[0] / "report.md").read_text()
     assert not re.search(r"(?<!\\)<", markdown)
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
+
+
+def test_an_arm_has_one_colour_whatever_is_drawn_beside_it():
+    arms = ["none", "layernorm", "gwc_layernorm", "pre_layernorm_mlp2x_gelu", "none@rate=1"]
+    alone, among = looks(arms), looks(["org/model", "another", *arms[::-1]])
+    assert all(among[arm] == alone[arm] for arm in arms)
+    colours = [look["color"] for look in among.values()]
+    assert len(set(colours)) == len(colours)
 
 
 def test_score_that_its_samples_do_not_give_is_refused(tmp_path):
