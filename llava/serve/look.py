@@ -33,7 +33,7 @@ def look_of(assistant: Assistant, turns: list[dict[str, str]], picture: Image.Im
     return attention_of(probe, batch, asking, picture, f"{assistant.name}: no layer lets the answer")
 
 
-def heat_map(attention: Values) -> Image.Image | None:
-    """The attention over the picture, bright where it is largest; None where there is no map."""
+def heat_map(attention: Values, most: float) -> Image.Image | None:
+    """The attention over the picture, brightest where a place has the share `most`; None where there is no map."""
     heat = attention["map"]
-    return ImageOps.contain(overlaid(attention["picture"], heat, heat.max()), (512, 512)) if heat.size else None
+    return ImageOps.contain(overlaid(attention["picture"], heat, most), (512, 512)) if heat.size else None

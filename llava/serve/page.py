@@ -94,18 +94,21 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
             image = uploaded_picture(path, folder)
             talks = [with_question(turns, question) for turns in (remembered if remembered[0] == path else empty)[1]]
             yield shown(talks)
-            maps = {}
+            looks = []
             for number, (arm, asked) in enumerate(zip(arms, talks, strict=True)):
                 for text in growing_answer(arm, asked, image, stop, args):
                     talks[number] = [*asked, {"from": "gpt", "value": text}]
                     yield {chats[number]: messages(talks[number])}
                 if stop.is_set():
                     raise ValueError("The answer was stopped, the question is dropped.")
-                look = look_of(arm, asked, image, text)
-                maps[heat_maps[number]] = heat_map(look)
-                if not look["map"].size:
+                looks.append(look_of(arm, asked, image, text))
+                if not looks[-1]["map"].size:
                     gradio.Info(html.escape(f"{arm.name}: no heat map, its visual tokens have no known places"))
-            yield {state: (path, talks)} | maps
+            most = max([look["map"].max(initial=0) for look in looks])  # one scale for all
+            for arm, place, look in zip(arms, heat_maps, looks, strict=True):
+                seen = f": up to {look['map'].max():.1%} in one place" if look["map"].size else ""
+                yield {place: gradio.Image(heat_map(look, most), label=f"Where {arm.name} looked{seen}")}
+            yield {state: (path, talks), question_box: ""}
         except REFUSALS as error:
             gradio.Warning(html.escape(str(error)))
             yield shown(remembered[1])
@@ -119,7 +122,7 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
             picture = gradio.Image(label="Picture", sources=["upload", "clipboard"], height=HEIGHT)
             picture.preprocess = lambda payload: payload and payload.path  # nothing opens it before `uploaded_picture`
             with gradio.Column():
-                question = gradio.Textbox(label="Question", max_lines=6, max_length=10_000)
+                question_box = gradio.Textbox(label="Question", max_lines=6, max_length=10_000)
                 with gradio.Row():
                     asking, stopping = gradio.Button("Ask", variant="primary"), gradio.Button("Stop")
         chats, heat_maps = [], []
@@ -129,10 +132,10 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
                     chats.append(gradio.Chatbot(label=arm.name, height=HEIGHT, render_markdown=False, buttons=["copy"]))
                     label = f"Where {arm.name} looked"
                     heat_maps.append(gradio.Image(label=label, alt_text=label, interactive=False, buttons=[]))
-        outputs = [state, *chats, *heat_maps]
+        outputs = [state, question_box, *chats, *heat_maps]
         alone = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
         at_once = {"queue": False, "api_visibility": "private"}
-        gradio.on([asking.click, question.submit], ask, [picture, question, state], outputs, **alone)
+        gradio.on([asking.click, question_box.submit], ask, [picture, question_box, state], outputs, **alone)
         stopping.click(end_answer, **at_once)
         cleared = gradio.on([chat.clear for chat in chats], end_answer, **at_once)
         cleared.then(lambda: shown(empty[1]) | dict.fromkeys(heat_maps) | {state: empty}, None, outputs, **alone)

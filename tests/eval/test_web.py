@@ -115,6 +115,9 @@ def test_both_arms_answer_about_an_uploaded_picture(page, tiny):
     ask_and_wait(page, tiny / "data/images/red.png")
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
+    labels = page.locator("label", has_text="Where").all_inner_texts()
+    assert len(labels) == 2 and all(re.search(r"up to \d+\.\d% in one place", text) for text in labels), labels
+    page.wait_for_function("!document.querySelector('textarea').value", timeout=PATIENCE)
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTH
 
 

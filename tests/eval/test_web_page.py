@@ -167,10 +167,11 @@ def test_the_heatmap_is_the_librarys_attention_of_the_answers_tokens(assistant, 
 
 def test_a_place_that_was_seen_more_is_brighter_on_the_picture_that_the_encoder_sees(assistant, monkeypatch):
     heat = {"map": np.array([[0.1, 0.2], [0.3, 0.4]]), "picture": np.full((40, 40), 255, np.uint8)}
-    drawn = look.heat_map(heat)
+    drawn = look.heat_map(heat, 0.4)
     corners = [sum(drawn.getpixel(at)) for at in ((0, 0), (511, 0), (0, 511), (511, 511))]
     assert corners == sorted(corners) and len(set(corners)) == 4
-    assert look.heat_map(heat | {"map": np.empty((0, 0))}) is None
+    assert sum(look.heat_map(heat, 0.8).getpixel((511, 511))) < corners[-1]  # beside an arm that sees one place more
+    assert look.heat_map(heat | {"map": np.empty((0, 0))}, 1.0) is None
     monkeypatch.setattr(assistant.model.config, "image_aspect_ratio", "pad")
     seen = look.look_of(assistant, asked(), Image.new("RGB", (400, 100), "white"), "Yes")
     side = assistant.model.get_vision_tower().config.image_size
