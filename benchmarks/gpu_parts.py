@@ -270,7 +270,7 @@ def kept(part: PartRun, name: str, make: Callable[[Path], Any]) -> Path:
 def zero(part: PartRun, preset: str, config: str, stages: tuple[int, ...], **variables: Any) -> None:
     """Stages in a preset's shapes on one GPU; peak memory beside the estimate, a row when a stage's last step is done.
 
-    Stage 2 has fewer layers where the states of the whole model exceed the GPU's memory; its last step is profiled.
+    Stage 2 has fewer layers where its states exceed the GPU's memory, no projector of stage 1, and its end profiled.
 
     Args:
         config: a file of deepspeed_configs; empty for none.
@@ -280,7 +280,7 @@ def zero(part: PartRun, preset: str, config: str, stages: tuple[int, ...], **var
     batch, steps = (4, 2) if part.cpu else (32, 10)  # the first ones compile and take memory
     records = part.work / "records.json"
     variables |= {"PRESET": preset, "DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json" if config else ""}
-    variables |= {"GLOBAL_BATCH": batch, "PER_DEVICE_BATCH": 1, "MAX_STEPS": steps}
+    variables |= {"GLOBAL_BATCH": batch, "PER_DEVICE_BATCH": 1, "MAX_STEPS": steps, "PRETRAIN_ADAPTER": ""}
     variables |= {"IMAGE_FOLDER": part.work, "DATA_PATH": records}
     if part.cpu:
         variables |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
