@@ -7,6 +7,7 @@ import argparse
 import http.client
 import io
 import logging
+import math
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
-from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import ImagePlace
 from llava.data.images import LARGEST_FILE, decoded, picture_header
@@ -143,7 +144,7 @@ class Assistant(NamedTuple):
     ) -> list[float]:
         """The log-probability, in nats, of each conversation's last turn, an answer, with the marker that closes it.
 
-        It is minus the model's own loss, summed over the answer's tokens, of one conversation after the other.
+        It is minus the model's own loss, summed over the answer's tokens.
 
         Args:
             conversations: as `prompt_ids` takes them, followed by the answer as a `gpt` turn; no other answers.
@@ -160,20 +161,23 @@ class Assistant(NamedTuple):
             shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
             samples.append(preprocess(turns, self.tokenizer, self.template, mm_use_im_start_end=tags, has_image=shows))
         counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in samples]
-        _, shown, images = self._pixels(pictures, counts)
-        values = []
-        for sample, own in zip(samples, shown, strict=True):
-            loss = self.model(
-                sample.input_ids[None].to(device),
-                labels=sample.labels[None].to(device),
-                images=[images.pop(0) for _ in own] or None,
-                image_sizes=[picture.size for picture in own] or None,
-                num_items_in_batch=1,
-                loss_only=True,
-            ).loss
-            if not loss.isfinite():
-                raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
-            values.append(-loss.item())
+        pictures, _, images = self._pixels(pictures, counts)
+        sides = [[getattr(sample, name) for sample in samples] for name in ("input_ids", "labels")]
+        ids, labels = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=IGNORE_INDEX) for x in sides)
+        sizes = [picture.size for picture in pictures]
+        mask = ids != IGNORE_INDEX
+        layout, crops = self.model.lay_out(ids.to(device), mask, labels, images or None, sizes or None, "right")
+        hidden_states = self.model.get_model()(
+            inputs_embeds=self.model.splice(layout, crops),
+            attention_mask=layout.attention_mask,
+            position_ids=layout.position_ids,
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)  # [B * S', D]
+        logits = self.model.lm_head(hidden_states[layout.predicting]).float()  # [R, C]
+        each = logits.log_softmax(-1).gather(1, layout.targets[:, None])[:, 0]
+        values = [float(own.sum()) for own in each.split((labels[:, 1:] != IGNORE_INDEX).sum(1).tolist())]
+        if not all(map(math.isfinite, values)):
+            raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
         return values
 
     def _pixels(
