@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def installed_flash() -> str | None:
 
 
 def runnable_flash() -> list[str]:
-    """Every FlashAttention that is installed and has kernels for this GPU, the fastest first: 3 is Hopper's alone."""
+    """Every FlashAttention that is installed (4 with its compiler) and has kernels for this GPU, the fastest first."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     there = {
-        "flash_attention_4": major in (9, 10) and is_flash_attn_4_available(),
+        "flash_attention_4": major in (9, 10) and is_flash_attn_4_available() and find_spec("cutlass") is not None,
         "flash_attention_3": major == 9 and is_flash_attn_3_available(),
         "flash_attention_2": major >= 8 and is_flash_attn_2_available(),
     }

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from llava.constants import IGNORE_INDEX
 from llava.data.sampler import RandomOrder, StepSampler, assigned_by_length, assigned_in_order
 from llava.layout import lay_out, pad_layout
-from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
+from llava.model import attention
+from llava.model.attention import MASKED, SEGMENTS, VARLEN, packed_attention, segments_attention
 from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss
 
 
@@ -59,6 +60,30 @@ def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model)
     finally:
         model.train()
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "chosen"),
+    [
+        ((9, 0), "234c", "flash_attention_4"),  # Hopper
+        ((9, 0), "234", "flash_attention_3"),  # 4 without its compiler
+        ((10, 0), "23", "flash_attention_2"),  # Blackwell
+        ((10, 0), "4c", "flash_attention_4"),
+        ((8, 0), "34c", VARLEN),  # Ampere
+        ((9, 0), "", VARLEN),
+        ((7, 5), "234c", SEGMENTS),  # Turing
+    ],
+)
+def test_the_fastest_attention_that_is_installed_and_has_kernels_for_the_gpu_is_taken(
+    capability, installed, chosen, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    for number in "234":
+        monkeypatch.setattr(attention, f"is_flash_attn_{number}_available", lambda number=number: number in installed)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if "c" in installed else None)
+    assert packed_attention(None, torch.device("cuda"), torch.bfloat16) == chosen
+    assert packed_attention(None, torch.device("cuda"), torch.float32) == SEGMENTS
 
 
 def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):
