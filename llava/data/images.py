@@ -32,8 +32,7 @@ from llava.utils.pixels import (
     upright_size,
 )
 
-LARGEST_FILE = 1 << 29
-"""Bytes; more than any picture has within Pillow's limit of pixels."""
+LARGEST_FILE = 1 << 29  # bytes; more than any picture has within Pillow's limit of pixels
 # EPS would start another program; the other formats that are missing here are no pictures, or not used for data.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
 Image.init()

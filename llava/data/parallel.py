@@ -2,10 +2,14 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import parent_process
 from typing import Any, TypeVar
+
+from llava.utils.machine import available_cores
 
 State = TypeVar("State")
 Piece = TypeVar("Piece")
@@ -27,22 +31,23 @@ def in_processes(
     if not worth:
         yield from (function(state, piece) for piece in pieces)
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(min(cores, len(pieces)) or 1, initializer=_set_up, initargs=(function, state)) as pool:
+    count = max(1, min(available_cores(), len(pieces)))
+    with ProcessPoolExecutor(count, initializer=_set_up, initargs=(function, state)) as pool:
         results = pool.map(_call, pieces)
         for piece in pieces:
             try:
-                result = next(results)
+                yield next(results)
             except BrokenProcessPool:
                 message = f"a process working on {piece}, or shortly after it, was killed"
                 raise ChildProcessError(f"{message}: memory ran out, or damaged data ended it") from None
-            yield result
 
 
 def _set_up(*work: Any) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
+    parent: Any = parent_process()
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()  # also a parent that is killed
 
 
 def _call(piece: Any) -> Any:

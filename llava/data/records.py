@@ -42,8 +42,7 @@ from llava.data.parquet_files import OTHER_FORMS, parquet_digest, read_rows
 from llava.utils.digests import bytes_digest, file_stamp
 from llava.utils.progress import progress
 
-DEFAULT_SEED = 42
-"""The trainer's default."""
+DEFAULT_SEED = 42  # the trainer's default
 _SHOWN_PROBLEMS = 10
 _FORMAT = 9  # of the Arrow file; raised when checks or forms are added, since a file is converted once
 _SCHEMA = pa.schema([("record", pa.binary()), ("kind", pa.string()), ("problem", pa.string())])

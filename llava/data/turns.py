@@ -11,8 +11,7 @@ from llava.conversation import Conversation, SeparatorStyle
 
 LABEL_MASKINGS = ("assistant", "upstream")
 LabelMasking = Literal["assistant", "upstream"]
-Turn = tuple[str, str]
-"""Speaker ("human", "gpt" or "system") and text."""
+Turn = tuple[str, str]  # speaker ("human", "gpt" or "system") and text
 
 CHATML_STYLES = (SeparatorStyle.CHATML, SeparatorStyle.QWEN)
 ROLE_TAGGED = (*CHATML_STYLES, SeparatorStyle.LLAMA_3)

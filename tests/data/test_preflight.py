@@ -1,14 +1,20 @@
 """What the preflight lets through can be trained on, what it does not is named, counted and left out on every rank."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_files import GPT, HUMAN, TURNS, encoded, noise
+from paths import ROOT
 from training import flags, losses
 
 from llava.conversation import get_template
@@ -175,3 +181,29 @@ def test_what_is_let_through_of_damaged_data_becomes_a_sample(tmp_path, target, 
     cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)
     assert cases == count and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
     assert target == "bytes" or outcomes["with_pictures"] > count // 2
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+WORKING = """
+import os
+import time
+from llava.data.parallel import in_processes
+
+def work(state, piece):
+    print(os.getpid(), flush=True)
+    time.sleep(600 * (piece > 1))
+
+list(in_processes(work, None, range(4)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_the_one_that_started_them(number):
+    command = [sys.executable, "-u", "-c", WORKING]
+    parent = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    parent.stdout.readline()
+    children = psutil.Process(parent.pid).children()
+    parent.send_signal(number)
+    parent.wait()
+    assert children and not psutil.wait_procs(children, timeout=30)[1]
