@@ -98,6 +98,8 @@ def apply_liger(model: LlavaMetaForCausalLM) -> None:
     gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
     whole_heads = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1  # Liger can rotate no others
     options = {"rope": whole_heads, "rms_norm": True, gated_mlp: True, "cross_entropy": False}
+    # With CuTe's compiler installed (FlashAttention 4) Liger 0.8.5 takes a rotary kernel that compiles for each length.
+    os.environ.setdefault("LIGER_KERNEL_IMPL_ROPE", "triton")
     apply(**options, fused_linear_cross_entropy=False, model=model.get_model())  # fused, it would replace `forward`
     logger.info("Liger's kernels: %s", ", ".join(name for name, used in options.items() if used))
 

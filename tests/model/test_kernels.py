@@ -1,5 +1,6 @@
 """A compiled tower, Liger's kernels and the kernels of GPUs compute what the plain layers compute."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -69,7 +70,9 @@ def test_liger_is_applied_to_the_decoder_of_every_kind(tiny, monkeypatch, name):
     fake = SimpleNamespace(**{function: geglu if name == "Gemma3" else swiglu})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
     model = trained(write_families(tiny), STAGE_1, language_model=f"families/{name}")
+    monkeypatch.delenv("LIGER_KERNEL_IMPL_ROPE", raising=False)
     kernels.apply_liger(model)
+    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == "triton"  # its other kernel compiles for every length
     assert calls["model"] is model.get_model()
     assert calls["rope"] == (name != "Phi3")  # the tiny Phi-3 rotates half of each head, which Liger does not know
     assert calls["rms_norm"] and calls["geglu" if name == "Gemma3" else "swiglu"]
