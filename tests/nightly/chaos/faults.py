@@ -7,6 +7,7 @@ fills in; the second start is the same command. Lost steps are those that are co
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -186,6 +187,7 @@ def same_weights(folder: Path, reference: dict[str, torch.Tensor]) -> bool:
 
 def main(names: list[str]) -> int:
     """Prints a line for every fault; returns 1 if anything is not as promised."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     (WORK / "runs").mkdir()
     write_tiny(WORK / "tiny")
     chosen = [f for f in FAULTS if not names or any(name in f.name for name in names)]
