@@ -27,6 +27,7 @@ PAGES = {
 SEARCH_WEIGHTS = {
     "troubleshooting": 2.3,
     "clusters": 1.5,
+    "performance": 0.5,  # many numbers, which a question has too
     **dict.fromkeys(("architecture", "contributing", "patches", "tests", "zh-CN", "first-hour.zh-CN"), 0.2),
     **dict.fromkeys(("api/", "changelog"), 0.02),
 }
