@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# A real two-stage MLLM on two CPU cores in about 5 minutes: prepares a language model, a vision tower and pictures,
-# trains the baseline and the aligned, compensated norm, and compares them on held-out pictures (docs/first-hour.md).
-# --help lists the flags; variables of scripts/pretrain.sh, such as SEED, apply too. A rerun does what is missing.
+# A real two-stage MLLM on two CPU cores in 5 minutes with bf16, else about 15: prepares a language model, a vision tower
+# and pictures, trains the baseline and the aligned, compensated norm, and compares them on held-out pictures
+# (docs/first-hour.md). --help lists the flags; variables of scripts/pretrain.sh, such as SEED, apply too. A rerun does
+# what is missing.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -150,7 +150,8 @@ class Experiment:
         folder = run.folder(part or stage)
         settings = self.settings(run, stage) | {"OUTPUT_DIR": str(folder.resolve())} | dict(more or {})
         comparable = [other for other in self.runs if other.root == run.root]
-        return training(f"{run.name}, {part or stage}", stage, folder, settings, comparable)
+        title = f"{run.name}, {part or f'stage {STAGES.index(stage) + 1}'}"
+        return training(title, stage, folder, settings, comparable)
 
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
         """A module of this tree, run by the caller's interpreter or else by this one; see `Step` for `more`."""

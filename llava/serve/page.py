@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
@@ -21,6 +21,7 @@ from llava.utils.commands import REFUSALS
 from llava.utils.pixels import to_rgb
 
 HEIGHT = 300  # of a picture, a map or a chat, in pixels
+EXAMPLES = ("What color is the square?", "What shape is this?")
 REFUSAL = "The picture is not a file that was uploaded to this page, or it is gone; please choose it again."
 
 
@@ -81,6 +82,7 @@ def messages(turns: Turns) -> list[dict[str, str]]:
 
 def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: argparse.Namespace) -> Any:
     """The page as Gradio's blocks, with its events; uploads are in `folder`."""
+    ImageOps.expand(Image.new("RGB", (96, 96), "red"), 64, "white").save(example := f"{folder}/square.png")
     empty = (None, [[] for _ in arms])  # the path of the picture, and each arm's conversation about it
     stops = defaultdict(threading.Event)  # of the last question of each visitor's session
 
@@ -125,6 +127,7 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
                 question_box = gradio.Textbox(label="Question", max_lines=6, max_length=10_000)
                 with gradio.Row():
                     asking, stopping = gradio.Button("Ask", variant="primary"), gradio.Button("Stop")
+                gradio.Examples([[example, question] for question in EXAMPLES], [picture, question_box])
         chats, heat_maps = [], []
         with gradio.Row():
             for arm in arms:

@@ -64,7 +64,7 @@ def test_an_interruption_ends_every_arm_a_rerun_resumes_and_another_trains_nothi
     again = call()
     assert again.returncode == 0 and not [line for line in call.seen() if line.startswith("train")]
     assert again.stdout.count("is complete, skipped") == 4  # answers and the measurement are no stages
-    assert json.loads((call.out / "record.json").read_text())["times"]["none, pretrain"] == before["none, pretrain"]
+    assert json.loads((call.out / "record.json").read_text())["times"]["none, stage 1"] == before["none, stage 1"]
     refused = call(SEED=7)
     assert refused.returncode == 2 and not [line for line in call.seen() if line.startswith("train")]
     assert f"{call.out}/none/pretrain was trained with different flags" in refused.stderr.splitlines()[0]
