@@ -58,8 +58,7 @@ def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     from llava.conversation import get_template
-    from llava.data.collate import DataCollatorForSupervisedDataset
-    from llava.data.dataset import LazySupervisedDataset
+    from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
     from llava.data.images import ImageStore
     from llava.data.preflight import Rules, preflight
     from llava.data.records import load_records

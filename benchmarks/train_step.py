@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS, add_output_dir, write_result
 from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
 from llava.model.attention import FLASH, SEGMENTS, VARLEN, runnable_flash
 from llava.train.kernels import apply_liger, compile_layers, has_liger

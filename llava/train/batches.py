@@ -11,8 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
-from llava.data.collate import Batch
-from llava.data.dataset import LazySupervisedDataset, Sample
+from llava.data.dataset import Batch, LazySupervisedDataset, Sample
 from llava.data.sampler import (
     ModalityLengthGroupedSampler,
     RandomOrder,

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import get_template
-from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
 from llava.data.preprocess import write_parts
 from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer

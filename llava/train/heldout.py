@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from llava.data.collate import Batch
-from llava.data.dataset import LazySupervisedDataset, Sample
+from llava.data.dataset import Batch, LazySupervisedDataset, Sample
 from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
 from llava.utils.progress import progress

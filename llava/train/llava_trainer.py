@@ -20,8 +20,7 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCa
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
-from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
 from llava.data.records import RecordTable
 from llava.layout import Layout
 from llava.mm_utils import save_tokenizer

@@ -23,7 +23,7 @@ from torch import nn
 from torch.profiler import profile
 from transformers import TrainerCallback
 
-from llava.data.collate import Batch
+from llava.data.dataset import Batch
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import full_shape

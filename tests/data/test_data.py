@@ -9,8 +9,7 @@ from training import flags
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
 from llava.data.errors import DataError
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler

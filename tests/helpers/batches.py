@@ -7,7 +7,7 @@ import torch
 from tiny_models import V
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset
 from llava.model.attention import SEGMENTS
 from llava.model.llava_arch import LlavaMetaForCausalLM
 

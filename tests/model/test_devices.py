@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks.shapes import PRESETS, build_llava
 from benchmarks.train_step import backends, random_samples
-from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset
 from llava.model.attention import MASKED, SEGMENTS, packed_attention
 from llava.model.loss import _CHUNK_ELEMENTS, LMHead
 from llava.train.kernels import apply_liger, has_liger

@@ -32,8 +32,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
-from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records

@@ -12,7 +12,7 @@ from upstream_labels import CONVERSATIONS, DEVIATIONS
 
 from benchmarks.common import npm_tokenizer
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import DataCollatorForSupervisedDataset
 from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import load_tokenizer
 
