@@ -21,7 +21,7 @@ from llava.utils.commands import REFUSALS
 from llava.utils.pixels import to_rgb
 
 HEIGHT = 300  # of a picture, a map or a chat, in pixels
-EXAMPLES = ("What color is the square?", "What shape is this?")
+EXAMPLE = "What color is the square?"
 REFUSAL = "The picture is not a file that was uploaded to this page, or it is gone; please choose it again."
 
 
@@ -127,7 +127,7 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
                 question_box = gradio.Textbox(label="Question", max_lines=6, max_length=10_000)
                 with gradio.Row():
                     asking, stopping = gradio.Button("Ask", variant="primary"), gradio.Button("Stop")
-                gradio.Examples([[example, question] for question in EXAMPLES], [picture, question_box])
+                    filling = gradio.Button("Example")
         chats, heat_maps = [], []
         with gradio.Row():
             for arm in arms:
@@ -140,6 +140,7 @@ def build_page(gradio: ModuleType, arms: list[Assistant], folder: str, args: arg
         at_once = {"queue": False, "api_visibility": "private"}
         gradio.on([asking.click, question_box.submit], ask, [picture, question_box, state], outputs, **alone)
         stopping.click(end_answer, **at_once)
+        filling.click(lambda: (example, EXAMPLE), None, [picture, question_box], **at_once)
         cleared = gradio.on([chat.clear for chat in chats], end_answer, **at_once)
         cleared.then(lambda: shown(empty[1]) | dict.fromkeys(heat_maps) | {state: empty}, None, outputs, **alone)
     return page
