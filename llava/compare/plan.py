@@ -33,12 +33,10 @@ from llava.launch.recipe import STAGES
 
 DIGEST = "plan.sha256"
 """In the output folder: the digest of the plan that its runs follow, and the kind of device that they train on."""
-RATES = {
-    "LEARNING_RATE": "training.learning_rate",
-    "PROJECTOR_LR": "training.mm_projector_lr",
-    "MAX_GRAD_NORM": "training.max_grad_norm",
-}
-"""Variables that may differ between a plan's arms, and the fields that they become."""
+RATES = ("LEARNING_RATE", "PROJECTOR_LR", "MAX_GRAD_NORM")
+"""Variables that may differ between a plan's arms."""
+RATE_FIELDS = ("training.learning_rate", "training.mm_projector_lr", "config.mm_projector_lr", "training.max_grad_norm")
+"""The fields of a run that they decide."""
 Settings = dict[str, dict[str, float]]
 """Variables by stage."""
 
@@ -99,7 +97,7 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {fewest}, none twice")
     for settings in [*plan.settings.values(), *plan.points]:
         names = {name for stage in settings.values() for name in stage}
-        if not settings.keys() <= set(STAGES) or not names <= RATES.keys() or not plan.settings.keys() <= {*plan.arms}:
+        if not settings.keys() <= set(STAGES) or not names <= {*RATES} or not plan.settings.keys() <= {*plan.arms}:
             raise ValueError(
                 f"{where}: {settings}: expected, by stage, values of {', '.join(RATES)} for the plan's arms"
             )

@@ -17,7 +17,7 @@ import numpy as np
 
 from llava.compare.answers import held_out
 from llava.compare.engine import EXTRAS, Experiment
-from llava.compare.plan import RATES, Plan, Settings, check_digest, check_record, hold, read_plan
+from llava.compare.plan import RATE_FIELDS, Plan, Settings, check_digest, check_record, hold, read_plan
 from llava.compare.record import (
     BF16,
     FILE,
@@ -77,7 +77,7 @@ class Planned(Experiment):
 
     @property
     def runs(self) -> list[Run]:
-        return [replace(run, own=tuple(RATES.values()) if self.plan.settings else ()) for run in super().runs]
+        return [replace(run, own=RATE_FIELDS if self.plan.settings else ()) for run in super().runs]
 
     @property
     def asked(self) -> Path:
@@ -245,7 +245,7 @@ class Tuning(Planned):
         Raises:
             ValueError: it is not that of the recorded results.
         """
-        own = Run(run.root, run.seed, run.arm, own=tuple(RATES.values()))
+        own = Run(run.root, run.seed, run.arm, own=RATE_FIELDS)
         configuration, names = run.configuration(STAGES[0]), [f"initial_weights.{n}" for n in (TOWER, LANGUAGE_MODEL)]
         shared = shared_configuration(own, None) | {name: configuration.get(name) for name in (BF16, *names)}
         if fields := changed(self.record["configuration"] or shared, shared, ("recorded", "now")):

@@ -23,7 +23,7 @@ from run_inputs import inputs_in
 from shell import kill, new_lines
 
 from llava.compare.__main__ import main
-from llava.compare.plan import check_record, hold, read_plan
+from llava.compare.plan import RATE_FIELDS, check_record, hold, read_plan
 from llava.compare.planned import Planned, best_points
 from llava.compare.record import FILE, add_run, differing, read_record, shared_configuration, write_record
 from llava.compare.report import write_page
@@ -32,6 +32,7 @@ from llava.compare.tables import UNDECIDED, WITHIN, Statistics, differences_tabl
 from llava.eval.paired import IMPROVED, compare_seeds, confidence_of
 from llava.eval.results import Answered, Results, TaskResult
 from llava.utils.intervals import student_cdf, student_quantile
+from llava.utils.provenance import differences
 
 DATA = ROOT / "docs/data"
 PLAN = DATA / "study-plan.json"
@@ -539,6 +540,14 @@ def test_each_arm_gets_its_own_rates_whatever_the_questions_are_and_the_study_is
     assert {(run["arm"], run["own"][rate]) for run in runs} == {("none", "0.002"), ("layernorm", "0.0005")}
     page = (folder / "final/report.md").read_text()
     assert "improved" in page and "its own rates" in page and "one set of learning rates" not in page
+
+
+def test_rates_decide_these_fields_of_a_real_run_and_no_others(tiny, tmp_path):
+    runs = [Run(tmp_path, None, arm) for arm in ("none", "layernorm")]
+    for run, rate in zip(runs, (1e-3, 2e-3), strict=True):
+        rates = {"learning_rate": rate, "mm_projector_lr": rate / 2, "max_grad_norm": rate}
+        training.run(tiny, run.folder("finetune"), 2, norm="none", **rates)
+    assert set(differences(*(run.configuration("finetune") for run in runs))) == {*RATE_FIELDS}
 
 
 def test_a_point_counts_by_its_mean_over_the_seeds_and_not_at_all_where_a_training_was_given_up():

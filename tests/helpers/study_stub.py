@@ -93,11 +93,12 @@ def train(flags: dict[str, str]) -> None:
     model["mm_projector_norm_learnable"] = flags.get("mm_projector_norm_learnable") != "False"
     model["mm_projector_type"] = flags["mm_projector_type"]
     adapter = flags.get("pretrain_mm_mlp_adapter")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
-    rates = {name: flags.get(name, "") for name in ("mm_projector_lr", "max_grad_norm")}
+    rates = {name: flags.get(name, "") for name in ("learning_rate", "mm_projector_lr", "max_grad_norm")}
+    config = {"model_type": "llava_llama", "mm_projector_norm": norm, "mm_projector_lr": rates["mm_projector_lr"]}
+    (folder / "config.json").write_text(json.dumps(config))
     start = {
         "model": model,
-        "training": {"seed": seed, "learning_rate": 1.0, "bf16": False}
+        "training": {"seed": seed, "bf16": False}
         | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
         | rates,
         "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
