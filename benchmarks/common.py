@@ -191,7 +191,11 @@ def last_error(text: str) -> str:
 
 def own_process() -> ProcessPoolExecutor:
     """A pool of one fresh process, whose memory and peak are those of what it is given to do."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_fork_further_ones)
+
+
+def _fork_further_ones() -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as in a training; spawned, each would import torch
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ A batch is the 16 samples that a rank takes in a step of stage 2 on 8 GPUs. The 
 of all processes' proportional memory (PSS) from two workers to four, divided by two.
 """
 
-import gc
 import itertools
 import tempfile
 import time
@@ -48,8 +47,7 @@ def measured(folder: Path, count: int) -> list[dict[str, Any]]:
             rows.append(row | process.submit(started, source, tokenizer, workers).result())
     _, two, four = (row.pop("all_pss_mib") for row in rows)
     rows[2]["further_worker_mib"] = round((four - two) / 2, 1)
-    for row in rows:
-        print(row, flush=True)
+    print(*rows, sep="\n")
     return rows
 
 
@@ -82,12 +80,10 @@ def started(source: Path, tokenizer_folder: str, workers: int) -> dict[str, Any]
     first = time.perf_counter()
     for _ in range(BATCHES):
         next(batches)
-    gc.collect()
-    processes = [worker.pid for worker in batches._workers]
     return {
         "workers": workers,
         "first_batch_s": round(first - begin, 2),
-        "all_pss_mib": sum(common.memory_mib(pid) for pid in ("self", *processes)),
+        "all_pss_mib": sum(map(common.memory_mib, ("self", *(worker.pid for worker in batches._workers)))),
     }
 
 
