@@ -319,6 +319,19 @@ def test_a_plan_was_committed_before_its_runs(name):
         assert datetime.fromisoformat(commit.stdout.decode().strip()) < datetime.fromisoformat(entry["started"])
 
 
+def test_the_second_studys_rates_are_those_of_its_tunings_lowest_losses():
+    tuning, record = read_plan(DATA / "study-2-tuning.json"), json.loads((DATA / "study-2-tuning-runs.json").read_text())
+    assert record["plan"] == tuning.digest and record["points"] == tuning.points
+    page = (ROOT / "docs/study-2-plan.md").read_text()
+    for arm in tuning.arms:
+        losses = [[r["loss"] for r in record["results"] if (r["arm"], r["point"]) == (arm, p)] for p in range(5)]
+        means = np.mean(losses, 1)  # of both seeds
+        assert record["choice"][arm] == tuning.points[best := int(np.argmin(means))]
+        assert f"| `{arm}` | " + " | ".join(f"{mean:.3f}" for mean in means) + f" | {best} |" in page
+    for name in ("plan", "middle", "short"):
+        assert read_plan(DATA / f"study-2-{name}.json").settings == record["choice"]
+
+
 def git(*words):
     return subprocess.run(["git", "-C", ROOT, *words], capture_output=True)
 
