@@ -320,7 +320,8 @@ def test_a_plan_was_committed_before_its_runs(name):
 
 
 def test_the_second_studys_rates_are_those_of_its_tunings_lowest_losses():
-    tuning, record = read_plan(DATA / "study-2-tuning.json"), json.loads((DATA / "study-2-tuning-runs.json").read_text())
+    tuning = read_plan(DATA / "study-2-tuning.json")
+    record = json.loads((DATA / "study-2-tuning-runs.json").read_text())
     assert record["plan"] == tuning.digest and record["points"] == tuning.points
     page = (ROOT / "docs/study-2-plan.md").read_text()
     for arm in tuning.arms:
