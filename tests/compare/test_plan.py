@@ -551,7 +551,7 @@ def test_each_arm_gets_its_own_rates_whatever_the_questions_are_and_the_study_is
     assert main(["run", "--plan", str(plan), "--output-dir", str(folder / "final")]) == 0
     runs = json.loads((folder / "final/record.json").read_text())["runs"]
     rate = "finetune.training.mm_projector_lr"
-    assert {(run["arm"], run["own"][rate]) for run in runs} == {("none", "0.002"), ("layernorm", "0.0005")}
+    assert {(run["arm"], run["own"][rate]) for run in runs} == {("none", 0.002), ("layernorm", 0.0005)}
     page = (folder / "final/report.md").read_text()
     assert "improved" in page and "its own rates" in page and "one set of learning rates" not in page
 

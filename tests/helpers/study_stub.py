@@ -93,7 +93,8 @@ def train(flags: dict[str, str]) -> None:
     model["mm_projector_norm_learnable"] = flags.get("mm_projector_norm_learnable") != "False"
     model["mm_projector_type"] = flags["mm_projector_type"]
     adapter = flags.get("pretrain_mm_mlp_adapter")
-    rates = {name: flags.get(name, "") for name in ("learning_rate", "mm_projector_lr", "max_grad_norm")}
+    names = ("learning_rate", "mm_projector_lr", "max_grad_norm")
+    rates = {name: float(flags[name]) if flags.get(name) else None for name in names}
     config = {"model_type": "llava_llama", "mm_projector_norm": norm, "mm_projector_lr": rates["mm_projector_lr"]}
     (folder / "config.json").write_text(json.dumps(config))
     start = {
