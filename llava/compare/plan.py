@@ -35,8 +35,6 @@ DIGEST = "plan.sha256"
 """In the output folder: the digest of the plan that its runs follow, and the kind of device that they train on."""
 RATES = ("LEARNING_RATE", "PROJECTOR_LR", "MAX_GRAD_NORM")
 """Variables that may differ between a plan's arms."""
-RATE_FIELDS = ("training.learning_rate", "training.mm_projector_lr", "config.mm_projector_lr", "training.max_grad_norm")
-"""The fields of a run that they decide."""
 Settings = dict[str, dict[str, float]]
 """Variables by stage."""
 

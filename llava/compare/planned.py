@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from llava.compare.answers import held_out
 from llava.compare.engine import EXTRAS, Experiment
-from llava.compare.plan import RATE_FIELDS, Plan, Settings, check_digest, check_record, hold, read_plan
+from llava.compare.plan import Plan, Settings, check_digest, check_record, hold, read_plan
 from llava.compare.record import (
     BF16,
     FILE,
@@ -74,10 +74,6 @@ class Planned(Experiment):
     plan: Plan = field(kw_only=True)
     record: Record = field(default_factory=new_record)
     answered: set[str] = field(default_factory=set)
-
-    @property
-    def runs(self) -> list[Run]:
-        return [replace(run, own=RATE_FIELDS if self.plan.settings else ()) for run in super().runs]
 
     @property
     def asked(self) -> Path:
@@ -245,9 +241,8 @@ class Tuning(Planned):
         Raises:
             ValueError: it is not that of the recorded results.
         """
-        own = Run(run.root, run.seed, run.arm, own=RATE_FIELDS)
         configuration, names = run.configuration(STAGES[0]), [f"initial_weights.{n}" for n in (TOWER, LANGUAGE_MODEL)]
-        shared = shared_configuration(own, None) | {name: configuration.get(name) for name in (BF16, *names)}
+        shared = shared_configuration(run, None) | {name: configuration.get(name) for name in (BF16, *names)}
         if fields := changed(self.record["configuration"] or shared, shared, ("recorded", "now")):
             raise ValueError(f"{lane_of(run)} differs from the recorded results{fields}\nContinue at their commit.")
         return shared

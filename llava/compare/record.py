@@ -28,6 +28,7 @@ import numpy as np
 from llava.compare.runs import (
     ARM_FIELDS,
     OWN_STAGE_1,
+    RATE_FIELDS,
     SEED_FIELDS,
     Run,
     changed,
@@ -124,7 +125,7 @@ def add_run(
         plan: the digest of the plan that the run follows.
 
     Raises:
-        ValueError: it differs from the recorded runs in more than arm and seed, or answered other questions.
+        ValueError: it differs from the recorded runs in more than arm, its rates and seed, or answered other questions.
     """
     shared = shared_configuration(run, results)
     if fields := changed(record["configuration"] or shared, shared, ("recorded", "now")):
@@ -144,6 +145,9 @@ def add_run(
                 f"{run.name} started from a language model of digest {entry['language_model']}, the recorded runs "
                 f"in {entry['precision']} from {other['language_model']}; prepare the inputs again"
             )
+        fields = changed(rates_of(other), rates_of(entry), ("recorded", "now"))
+        if fields and other["arm"] == run.arm:
+            raise ValueError(f"{run.name} was trained at other rates than its arm with seed {other['seed']}{fields}")
     record["tasks"] = record.get("tasks") or facts_of(results, before)
     record["runs"].append(entry)
 
@@ -158,14 +162,14 @@ def configuration_of(run: Run, results: Results | None) -> dict[str, Any]:
 def shared_configuration(run: Run, results: Results | None) -> dict[str, Any]:
     """What must be the same in all runs of a record.
 
-    Left out are arm and seed; the fields that a plan decides for each arm; precision and tower, which are the same for
-    all arms of a seed but not on all machines, and the language model's digest, which follows from the precision: every
-    run records the three; and where files are, since what they hold has its digest.
+    Left out are arm and seed; the arm's rates; precision and tower, which are the same for all arms of a seed but not
+    on all machines, and the language model's digest, which follows from the precision: every run records these; and
+    where files are, since what they hold has its digest.
     """
     own = tuple(
         f"{stage}.{name}"
         for stage in STAGES
-        for name in (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, *run.own, f"initial_weights.{TOWER}")
+        for name in (*ARM_FIELDS, *SEED_FIELDS, *OWN_STAGE_1, f"initial_weights.{TOWER}")
     )
     return {
         name: value
@@ -174,6 +178,11 @@ def shared_configuration(run: Run, results: Results | None) -> dict[str, Any]:
         and not name.endswith(PRECISION)
         and not (isinstance(value, str) and Path(value).is_absolute())
     }
+
+
+def rates_of(entry: Record) -> dict[str, Any]:
+    """What is recorded of a run's rates."""
+    return {name: value for name, value in entry.get("own", {}).items() if name.endswith(RATE_FIELDS)}
 
 
 def facts_of(results: Results, questions: Mapping[str, Sequence[str]]) -> Record:

@@ -28,8 +28,10 @@ ABSENT = "(absent)"  # in place of a field that a run does not have
 # Prefixes of the flags that decide where and how often something is written, and no weights.
 NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 # Prefixes of the fields in which runs may differ.
-ARM_FIELDS = tuple(
-    f"{part}.mm_projector_{name}" for part in ("model", "initial_weights", "config") for name in ("norm", "type")
+RATE_FIELDS = ("training.learning_rate", "training.mm_projector_lr", "config.mm_projector_lr", "training.max_grad_norm")
+ARM_FIELDS = (
+    *(f"{part}.mm_projector_{name}" for part in ("model", "initial_weights", "config") for name in ("norm", "type")),
+    *RATE_FIELDS,  # a recipe or a plan may give each arm its own; `check_flags` refuses others
 )
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
 # Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
@@ -38,16 +40,11 @@ OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_m
 
 @dataclass(frozen=True)
 class Run:
-    """One arm trained with one seed; without a seed it has the recipe's, and its folder names none.
-
-    Attributes:
-        own: prefixes of the fields in which a plan lets its arms differ.
-    """
+    """One arm trained with one seed; without a seed it has the recipe's, and its folder names none."""
 
     root: Path
     seed: int | None
     arm: str
-    own: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -132,7 +129,7 @@ def is_finished(folder: Path) -> bool:
 
 # --- what must be equal -----------------------------------------------------------------------------------------------
 
-TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and rerun the comparison."
+TRAIN_AGAIN = "Runs may differ in the arm and its rates alone. Remove {} and rerun the comparison."
 
 
 def flattened(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -167,7 +164,7 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
     for run in runs[1:]:
         # Another arm is compared with its seed's baseline, another seed's baseline with the first one.
         other = first if run.arm == first.arm else baselines.get(run.seed, first)
-        allowed = ARM_FIELDS + run.own if run.arm != other.arm else ()
+        allowed = ARM_FIELDS if run.arm != other.arm else ()
         if parse_arm(run.arm).projector != parse_arm(other.arm).projector:
             allowed += ("initial_weights.mm_mlp_adapter",)
         allowed += SEED_FIELDS if run.seed != other.seed else ()

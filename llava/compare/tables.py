@@ -337,14 +337,22 @@ def caveats(stats: Statistics) -> list[str]:
             f"{seeds}: the intervals cover the choice of questions only, not what another training would have given. "
             f"So there is no verdict, and the arms cannot be ranked; that takes at least {FEWEST_SEEDS} seeds."
         )
-    for arm, settings in (stats.plan.settings if stats.plan else {}).items():
-        notes.append(f"{arm} was trained at its own rates: {json.dumps(settings)}.")
-    rates = [stats.record["configuration"].get(f"{stage}.training.learning_rate") for stage in ("pretrain", "finetune")]
-    if None not in rates:
-        notes.append(
-            f"Every arm was trained with one set of learning rates ({rates[0]:g} in stage 1, {rates[1]:g} in stage 2), "
-            "and the arms' order depends on them."
-        )
+    rates = {entry["arm"]: rates_in_words(stats.record, entry) for entry in stats.record["runs"]}
+    if len(set(rates.values())) > 1:
+        notes += [f"{arm} was trained at its own rates: {words}." for arm, words in rates.items()]
+    elif words := rates[stats.baseline]:
+        notes.append(f"Every arm was trained with one set of learning rates ({words}); their order depends on them.")
     if limit := stats.record["runs"][0].get("evaluation", {}).get("limit"):
         notes.append(f"Only the first {limit} samples of every benchmark were evaluated: these are not real scores.")
     return notes
+
+
+def rates_in_words(record: Record, entry: Mapping[str, Any]) -> str:
+    """A run's learning rates; empty where the record has none."""
+    recorded = record["configuration"] | entry.get("own", {})
+    names = {
+        "in stage 1": "pretrain.training.learning_rate",
+        "in stage 2": "finetune.training.learning_rate",
+        "for the projector there": "finetune.training.mm_projector_lr",
+    }
+    return ", ".join(f"{recorded[name]:g} {where}" for where, name in names.items() if recorded.get(name) is not None)

@@ -19,7 +19,7 @@ from llava.compare.quickstart import Quickstart
 from llava.compare.record import add_run, new_record
 from llava.compare.run import Comparison
 from llava.compare.runs import Run, check_flags, check_present, check_results, check_runs, is_finished
-from llava.compare.tables import own_table
+from llava.compare.tables import Statistics, caveats, own_table
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
@@ -36,7 +36,9 @@ def runs(tmp_path):
 # --- what must be equal -----------------------------------------------------------------------------------------------
 
 
-def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
+def test_runs_that_differ_in_arm_its_rates_and_seed_alone_are_accepted_and_the_page_has_the_rates(runs):
+    for run in (run for run in runs if run.arm == "layernorm"):
+        change(run, "pretrain", "training.learning_rate", 2e-3)
     for stage in ("pretrain", "finetune"):
         check_runs(runs, stage)
     check_results(runs)
@@ -45,16 +47,23 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
         add_run(record, run, run.results)
     fields = {row["field"].removeprefix("pretrain.") for row in own_table(record) if "finetune" not in row["field"]}
     assert fields == {"model.mm_projector_norm", "model.mm_projector_norm_init", "config.mm_projector_norm"} | {
+        "training.learning_rate",
         "training.seed",
         "order",
         "initial_weights.mm_mlp_adapter",
     }
+    notes = caveats(Statistics(record))
+    assert "layernorm was trained at its own rates: 0.002 in stage 1, 0.001 in stage 2." in notes
+    for entry in record["runs"]:
+        entry["own"] = record["runs"][0]["own"]
+    (note,) = (note for note in caveats(Statistics(record)) if "rates" in note)
+    assert note.startswith("Every arm was trained with one set of learning rates (0.001 in stage 1, 0.001 in stage 2)")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "before"),
     [
-        ("training.learning_rate", 2e-3, 1e-3),
+        ("training.weight_decay", 0.1, 0.0),
         ("order", "order-9", "order-1"),
         ("initial_weights.mm_language_model", "y", "x"),
         ("initial_weights.mm_mlp_adapter", "z", "1 "),

@@ -23,11 +23,11 @@ from run_inputs import inputs_in
 from shell import kill, new_lines
 
 from llava.compare.__main__ import main
-from llava.compare.plan import RATE_FIELDS, check_record, hold, read_plan
+from llava.compare.plan import check_record, hold, read_plan
 from llava.compare.planned import Planned, best_points
 from llava.compare.record import FILE, add_run, differing, read_record, shared_configuration, write_record
 from llava.compare.report import write_page
-from llava.compare.runs import Run
+from llava.compare.runs import RATE_FIELDS, Run
 from llava.compare.tables import UNDECIDED, WITHIN, Statistics, differences_table, verdict
 from llava.eval.paired import IMPROVED, compare_seeds, confidence_of
 from llava.eval.results import Answered, Results, TaskResult
@@ -282,6 +282,9 @@ def test_a_run_of_other_code_or_questions_or_another_start_in_its_precision_is_n
         add(["1", "3"])
     with pytest.raises(ValueError, match="language model of digest m, the recorded runs in bf16 from l"):
         add(["1", "2"], entry=entry | {"language_model": "m"})
+    rates = {"pretrain.training.learning_rate": 1e-3}
+    with pytest.raises(ValueError, match=r"104 was trained at other rates .* 101\n.*learning_rate: .*absent.*, 0.001"):
+        add(["1", "2"], entry=entry | {"own": rates})
     add(["1", "2"], entry=entry | {"language_model": "m", "precision": "fp32"})
     add(["1", "2"])
     assert record["runs"][-1] == entry
@@ -300,8 +303,8 @@ def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_o
 
     configuration = shared(True)
     assert configuration == shared(False) and len(configuration) > 100
-    other = shared(True, learning_rate=2e-3)
-    assert {name for name in other if other[name] != configuration[name]} == {"pretrain.training.learning_rate"}
+    other = shared(True, weight_decay=0.5)
+    assert {name for name in other if other[name] != configuration[name]} == {"pretrain.training.weight_decay"}
 
 
 # --- the committed studies --------------------------------------------------------------------------------------------

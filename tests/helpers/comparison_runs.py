@@ -47,6 +47,7 @@ def write_run(root: Path, seed: int | None, arm: str, right: float, **options) -
         training = {
             "seed": seed,
             "learning_rate": 1e-3,
+            "weight_decay": 0.0,
             "per_device_train_batch_size": 8,
             "gradient_accumulation_steps": 1,
         }
