@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llava.compare.record import CURVES, Record
-from llava.compare.tables import TITLES, Statistics
+from llava.compare.tables import TITLES, Statistics, rates_by_arm
 from llava.launch.recipe import STAGES
 from llava.utils.presentation import NEUTRAL, STYLE, TEXT_COLOUR, import_pyplot, looks
 
@@ -57,6 +57,36 @@ def differences(stats: Statistics, pyplot: ModuleType) -> "Figure":
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=f"points above {stats.baseline}: interval, circles: seeds")
     axes.grid(axis="y", visible=False)
     return figure
+
+
+def lengths(studies: Sequence[Statistics], pyplot: ModuleType) -> "Figure":
+    """Differences of the last study's arms over the length of training; hollow where one set of rates served all."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    baseline, *arms = studies[-1].arms
+    steps = list(map(steps_of, studies))
+    for number, (arm, look) in enumerate(looks(arms).items()):
+        beside = 1.03 ** (number - (len(arms) - 1) / 2)
+        for stats, length in zip(studies, steps, strict=True):
+            if arm in stats.arms:
+                result, place = stats.results[arm][stats.overall], length * beside
+                fill = "none" if len(set(rates_by_arm(stats.record).values())) == 1 else "full"
+                axes.plot((place, place), (result["low"], result["high"]), color=look["color"], linewidth=3, alpha=0.5)
+                axes.plot(place, result["delta"], "o", color=look["color"], fillstyle=fill, label=arm)
+    axes.axhline(0, color=NEUTRAL, linewidth=0.8)
+    lines = {line.get_label(): line for line in axes.lines if line.get_label() in arms}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=len(arms))
+    axes.set(xscale="log", xlabel="optimizer steps of both stages", ylabel=f"points above {baseline}, interval")
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(steps, steps)
+    axes.grid(axis="x", visible=False)
+    return figure
+
+
+def steps_of(stats: Statistics) -> int:
+    """Optimizer steps of both stages."""
+    if stats.plan:
+        return sum(stats.plan.steps.values())
+    return sum(stage["steps"] for stage in stats.record["runs"][0]["stages"].values())
 
 
 def training_curves(record: Record) -> list[dict[str, str]]:

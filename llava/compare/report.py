@@ -6,6 +6,7 @@
 import argparse
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ SHOWN_SIDE = 256  # longest side of a picture on the page, in pixels
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `report`."""
-    parser.add_argument("record", type=Path, help="a record.json, or the folder of an experiment")
-    parser.add_argument("--plan", type=Path, help="the plan that its runs follow")
+    several = "a record.json, or the folder of an experiment; several: a figure of the differences over their lengths"
+    parser.add_argument("record", type=Path, nargs="+", help=several)
+    parser.add_argument("--plan", type=Path, nargs="+", default=[], help="the plan of each record's runs")
     parser.add_argument("--output-dir", type=Path, help="folder of the page (default: the record's)")
     against = "write no page: compare every answer with this record of the same runs"
     parser.add_argument("--against", type=Path, help=against)
@@ -32,22 +34,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command `report`."""
-    record = read_record(args.record)
+    records = [read_record(place) for place in args.record]
     if args.against:
-        changed = differing(record, read_record(args.against))
+        if len(records) > 1:
+            raise ValueError("--against: give one record to compare")
+        changed = differing(records[0], read_record(args.against))
         for name, parts in changed.items():
             print(f"{name}: {', '.join(parts) or 'every score, log-probability and loss is the same'}")
         if any(changed.values()):
             raise ValueError(f"not as in {args.against}; another kind of processor rounds differently")
         return
-    plan = read_plan(args.plan) if args.plan else None
-    if plan:
-        check_record(plan, record, args.record)
-    elif record["runs"][0]["plan"]:
-        raise ValueError(f"{args.record}: its runs follow a plan; give it as --plan FILE")
-    folder = args.output_dir or (args.record if args.record.is_dir() else args.record.parent)
-    for path in write_page(record, folder, plan):
+    plans = [read_plan(file) for file in args.plan] or [None] * len(records)
+    if len(plans) != len(records):
+        raise ValueError(f"--plan: {len(plans)} of {len(records)} records' plans; give one for each, in their order")
+    for place, record, plan in zip(args.record, records, plans, strict=True):
+        if plan:
+            check_record(plan, record, place)
+        elif record["runs"][0]["plan"]:
+            raise ValueError(f"{place}: its runs follow a plan; give it as --plan FILE")
+    folder = args.output_dir or (args.record[0] if args.record[0].is_dir() else args.record[0].parent)
+    written = write_page(records[0], folder, plans[0]) if len(records) == 1 else write_lengths(records, folder, plans)
+    for path in written:
         print(f"written: {path}")
+
+
+def write_lengths(records: Sequence[Record], folder: Path, plans: Sequence[Plan | None]) -> list[Path]:
+    """Writes a figure of several records' differences over the length of training into `folder`; returns its path.
+
+    Raises:
+        ValueError: see `Statistics`; or their results are not over the same tasks.
+    """
+    from llava.compare import figures, tables
+
+    studies = list(map(tables.Statistics, records, plans))
+    for stats in studies:
+        if stats.counted != studies[0].counted:
+            raise ValueError(f"results over {stats.counted} cannot stand beside those over {studies[0].counted}")
+    path = folder / "lengths.svg"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(figures.svg(figures.lengths, studies))
+    return [path]
 
 
 def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str = PAGE) -> list[Path]:
@@ -58,12 +84,10 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         page: name of the HTML file.
 
     Raises:
-        ValueError: the record has not yet the last seed of its plan.
+        ValueError: see `Statistics`.
     """
     from llava.compare import figures, tables
 
-    if plan and (missing := plan.missing(record)):
-        raise ValueError(f"{plan.file}: seeds {missing} are missing; nothing is compared before the last one")
     stats, analysis = tables.Statistics(record, plan), folder / "analysis"
     context = {
         "title": record.get("title") or ", ".join(stats.arms),

@@ -48,9 +48,14 @@ class Statistics:
         counted: tasks of the overall result, whose name is `overall`: their mean, or all their questions together.
         named: the tasks, and all their questions together if that is the overall result.
         decided: whether the intervals are over seeds.
+
+    Raises:
+        ValueError: the record lacks a seed of its plan, or samples do not give their recorded score.
     """
 
     def __init__(self, record: Record, plan: Plan | None = None):
+        if plan and (missing := plan.missing(record)):
+            raise ValueError(f"{plan.file}: seeds {missing} are missing; nothing is compared before the last one")
         self.record, self.plan = record, plan
         self.by_run = {(entry["arm"], entry["seed"]): entry for entry in record["runs"]}
         self.arms = list(dict.fromkeys(arm for arm, _ in self.by_run))
@@ -337,7 +342,7 @@ def caveats(stats: Statistics) -> list[str]:
             f"{seeds}: the intervals cover the choice of questions only, not what another training would have given. "
             f"So there is no verdict, and the arms cannot be ranked; that takes at least {FEWEST_SEEDS} seeds."
         )
-    rates = {entry["arm"]: rates_in_words(stats.record, entry) for entry in stats.record["runs"]}
+    rates = rates_by_arm(stats.record)
     if len(set(rates.values())) > 1:
         notes += [f"{arm} was trained at its own rates: {words}." for arm, words in rates.items()]
     elif words := rates[stats.baseline]:
@@ -347,12 +352,16 @@ def caveats(stats: Statistics) -> list[str]:
     return notes
 
 
-def rates_in_words(record: Record, entry: Mapping[str, Any]) -> str:
-    """A run's learning rates; empty where the record has none."""
-    recorded = record["configuration"] | entry.get("own", {})
+def rates_by_arm(record: Record) -> dict[str, str]:
+    """The learning rates of each arm, in words that are empty where the record has none."""
     names = {
         "in stage 1": "pretrain.training.learning_rate",
         "in stage 2": "finetune.training.learning_rate",
         "for the projector there": "finetune.training.mm_projector_lr",
     }
-    return ", ".join(f"{recorded[name]:g} {where}" for where, name in names.items() if recorded.get(name) is not None)
+    rates = {}
+    for entry in record["runs"]:
+        values = record["configuration"] | entry.get("own", {})
+        known = {where: values[name] for where, name in names.items() if values.get(name) is not None}
+        rates[entry["arm"]] = ", ".join(f"{rate:g} {where}" for where, rate in known.items())
+    return rates

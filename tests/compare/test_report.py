@@ -9,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comparison_runs import write_run
+from paths import ROOT
 
 from llava.compare import paper
 from llava.compare.__main__ import main
+from llava.compare.figures import lengths
+from llava.compare.plan import read_plan
 from llava.compare.record import FILE, read_record
-from llava.compare.report import markdown_text
+from llava.compare.report import markdown_text, write_lengths
 from llava.compare.run import Comparison
 from llava.compare.tables import Statistics, every_table
 from llava.eval.paired import compare_benchmarks, compare_seeds
 from llava.eval.tasks import PAPER_COLUMNS
 from llava.utils.digests import revision
-from llava.utils.presentation import looks
+from llava.utils.presentation import import_pyplot, looks
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
@@ -164,3 +167,28 @@ def test_papers_last_column_is_the_mean_of_its_nine():
             assert list(scores) == list(PAPER_COLUMNS.values())
             assert sum(scores.values()) / 9 == pytest.approx(paper.MEANS[llm][arm], abs=0.006)
     assert paper.language_model_of("meta-llama/Llama-3.2-3B-Instruct") == "Llama-3.2-3B"
+
+
+def test_a_figure_of_several_studies_has_their_results_over_their_steps_and_is_refused_without_every_plan(tmp_path):
+    data = ROOT / "docs/data"
+    names = [("study-exploratory-runs", "study-exploratory"), ("study-runs", "study-plan")]
+    records, plans = ([str(data / f"{pair[part]}.json") for pair in names] for part in (0, 1))
+    for given in (["--plan", plans[0]], [], ["--against", records[0]]):
+        assert main(["report", *records, *given, "--output-dir", str(tmp_path)]) == 2
+    assert main(["report", *records, "--plan", *plans, "--output-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "lengths.svg").read_bytes().startswith(b"<?xml")
+
+    studies = [
+        Statistics(read_record(data / f"{record}.json"), read_plan(data / f"{plan}.json")) for record, plan in names
+    ]
+    studies[0].record["runs"][0]["own"] = {"finetune.training.mm_projector_lr": 1.0}  # none alone
+    order = (studies[1], *studies)
+    lines = [line for line in lengths(order, import_pyplot()).axes[0].lines if line.get_marker() == "o"]
+    shown = [(stats, arm) for arm in studies[1].arms[1:] for stats in order if arm in stats.arms]
+    for line, (stats, arm) in zip(lines, shown, strict=True):
+        ((x, y),) = line.get_xydata()
+        assert x == pytest.approx(208, rel=0.1) and y == stats.results[arm]["mean"]["delta"]
+        assert line.get_fillstyle() == ("full" if stats is studies[0] else "none")
+    other = read_record(data / "study-runs.json") | {"questions": {"color": []}}
+    with pytest.raises(ValueError, match="cannot stand beside"):
+        write_lengths([studies[1].record, other], tmp_path, [studies[1].plan, None])
