@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.answers import held_out
 from llava.compare.engine import EXTRAS, Experiment
 from llava.compare.plan import Plan, Settings, check_digest, check_record, hold, read_plan
 from llava.compare.record import (
@@ -45,12 +44,10 @@ from llava.utils.provenance import DONE
 PROBES = "probes"  # the pictures of planned studies
 HELD_OUT = "heldout"  # folder of a planned run's answers
 EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
-ASKED = "asked.json"  # their records: the first held-out ones, whose kinds alternate
-ASKED_IN_TRAINING = 64
 VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor questions
 RUNS_PER_GPU = 8  # at most: each keeps a core busy with starting kernels, and leaves most of a card idle
 MEMORY_ON_GPU = 8 * 2**30  # bytes, estimated, that a run of the demo takes at most
-EVALUATED = ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS")  # which a tuning decides
+EVALUATED = ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS")  # which a plan with validation pictures decides
 DIVERGED = "NonFiniteError"  # in the log of a training that the trainer gave up
 
 
@@ -75,11 +72,6 @@ class Planned(Experiment):
     record: Record = field(default_factory=new_record)
     answered: set[str] = field(default_factory=set)
 
-    @property
-    def asked(self) -> Path:
-        """Records whose loss is measured during stage 2: the plan's validation set, or else some held-out questions."""
-        return self.pictures / VALIDATION if self.plan.pictures.get("num_validation") else self.folder / ASKED
-
     def rates(self, run: Run) -> Settings:
         """What the plan decides for the run's arm."""
         return self.plan.settings.get(run.arm, {})
@@ -89,16 +81,15 @@ class Planned(Experiment):
         return ROOT / "playground/data" / PROBES
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Pictures, steps, and in stage 2 the records of evaluations during training."""
+        """Pictures, steps, and in stage 2 the validation records, whose loss is measured during training."""
         settings = {"MAX_STEPS": str(self.plan.steps[stage])} | ({"DEMO_DATA": PROBES} if self.demo else {})
-        if stage == "finetune":
-            held_out = {
-                "EVAL_DATA_PATH": str(self.asked),
+        if stage == STAGES[-1] and self.plan.pictures.get("num_validation"):
+            settings |= {
+                "EVAL_DATA_PATH": str(self.pictures / VALIDATION),
                 "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
                 "EVAL_STEPS": str(1 / EVALUATIONS),
                 "EVAL_ON_START": "True",
             }
-            settings |= {name: os.environ.get(name) or value for name, value in held_out.items()}
         return settings
 
     def lane(self, run: Run) -> list[Step]:
@@ -129,9 +120,6 @@ class Planned(Experiment):
         if self.seeds:
             self.check_settings()
             self.prepare()
-            if not os.environ.get("EVAL_DATA_PATH") and self.asked.name == ASKED:
-                records = held_out(self.pictures)[:ASKED_IN_TRAINING]
-                self.asked.write_text(json.dumps(records), encoding="utf-8")
             title = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
             self.part(title, {run.name: self.lane(run) for run in self.runs}, ended=self.ended)
         for path in write_page(self.record, self.folder, self.plan):
@@ -295,7 +283,7 @@ def planned_of(args: argparse.Namespace) -> Planned:
     for name in ("preset", "arms", "seeds", "tasks", "questions"):
         if getattr(args, name):
             raise ValueError(f"--{name}: the plan {plan.file} decides it; leave it out")
-    for name in ("MAX_STEPS", *(EVALUATED if plan.points else ())):
+    for name in ("MAX_STEPS", *(EVALUATED if plan.pictures.get("num_validation") else ())):
         if os.environ.get(name):
             raise ValueError(f"{name}={os.environ[name]}: the plan {plan.file} decides it; leave it out")
     os.environ.setdefault("EXTRAS", EXTRAS)
