@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real two-stage MLLM on two CPU cores in 5 minutes with bf16, else about 15: prepares a language model, a vision tower
+# A real two-stage MLLM on two CPU cores in 6 minutes with bf16, else about 14: prepares a language model, a vision tower
 # and pictures, trains the baseline and the aligned, compensated norm, and compares them on held-out pictures
 # (docs/first-hour.md). --help lists the flags; variables of scripts/pretrain.sh, such as SEED, apply too. A rerun does
 # what is missing.
