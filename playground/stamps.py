@@ -76,8 +76,8 @@ def cached_package(cache: Path) -> Path:
 
 def unpack(package: Path, folder: Path) -> None:
     """Write the package's pictures and captions to `folder`; its thousands of sounds stay packed."""
-    patterns = " ".join(f"'*{ending}'" for ending in USED)
-    command = f"set -o pipefail; dpkg-deb --fsys-tarfile {shlex.quote(str(package))} | tar -x --wildcards {patterns}"
+    archive, patterns = shlex.quote(str(package.absolute())), " ".join(f"'*{ending}'" for ending in USED)
+    command = f"set -o pipefail; dpkg-deb --fsys-tarfile {archive} | tar -x --wildcards {patterns}"
     _run(command, folder, f"{package} may be damaged: delete it and run this again")
 
 

@@ -1,7 +1,9 @@
 """The playground: pictures whose answers are known, complete-or-absent outputs, a tower that real code loads."""
 
 import json
+import os
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +258,9 @@ def test_a_folder_without_manifest_is_not_touched(tmp_path):
 # Stamps, from a small folder laid out as the package is
 
 
-def test_stamps_are_split_by_picture_flattened_on_white_and_limited_in_size(tmp_path):
+def test_stamps_are_split_by_picture_flattened_on_white_limited_in_size_and_unpacked_in_a_relative_folder(
+    tmp_path, monkeypatch
+):
     package = tmp_path / "package" / stamps.STAMPS_IN_PACKAGE
     for index, name in enumerate(["animals/owl", "animals/cow", "food/fruit/apple", "plants/fern", "vehicles/bus"]):
         path = package / f"{name}.png"
@@ -273,6 +277,17 @@ def test_stamps_are_split_by_picture_flattened_on_white_and_limited_in_size(tmp_
     with Image.open(folder / "images/animals_cow.png") as picture:
         assert picture.size == (384, 192)
         assert (picture.getpixel((20, 20)), picture.getpixel((370, 20))) == ((10, 90, 160), (255, 255, 255))
+
+    (tmp_path / "here/cache").mkdir(parents=True)
+    (tmp_path / "package/a.svg").touch()
+    shutil.make_archive(str(tmp_path / "here/cache" / stamps.PACKAGE), "tar", tmp_path / "package")
+    (tmp_path / f"here/cache/{stamps.PACKAGE}.tar").rename(tmp_path / f"here/cache/{stamps.PACKAGE}_1_all.deb")
+    (tmp_path / "dpkg-deb").write_text('#!/bin/sh\ncat "$2"\n')
+    (tmp_path / "dpkg-deb").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    again = stamps.prepare(stamps.Settings(num_heldout=2), Path("here"))
+    assert {name: load_records(str(again / f"{name}.json")) for name in NAMES} == records
 
 
 # The tower
