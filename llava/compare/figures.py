@@ -77,7 +77,8 @@ def lengths(studies: Sequence[Statistics], pyplot: ModuleType) -> "Figure":
     figure.legend(lines.values(), lines, loc="outside upper center", ncols=len(arms))
     axes.set(xscale="log", xlabel="optimizer steps of both stages", ylabel=f"points above {baseline}, interval")
     axes.set_xticks([], minor=True)
-    axes.set_xticks(steps, steps)
+    axes.set_xticks(sorted(set(steps)))
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.grid(axis="x", visible=False)
     return figure
 

@@ -37,6 +37,7 @@ from llava.utils.provenance import differences
 DATA = ROOT / "docs/data"
 PLAN = DATA / "study-plan.json"
 STUDIES = {"study-plan": "study-runs", "study-exploratory": "study-exploratory-runs"}
+LENGTHS = {"study-2-short": "study-2-short-runs"}  # of the second study
 TASKS = ("binding", "color", "count", "position", "shape")
 ARMS, SEEDS, TRIED, BEST = ["none", "layernorm"], [101, 102, 103], 301, {"none": 2e-3, "layernorm": 5e-4}
 POINTS = [{"pretrain": {"LEARNING_RATE": rate}, "finetune": {"PROJECTOR_LR": rate}} for rate in (2e-3, 5e-4)]
@@ -310,13 +311,14 @@ def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_o
 # --- the committed studies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_plan_was_committed_before_its_runs(name):
-    for entry in read_record(DATA / f"{STUDIES[name]}.json")["runs"]:
+@pytest.mark.parametrize(("name", "runs"), [*STUDIES.items(), *LENGTHS.items()])
+def test_a_plan_was_committed_before_its_runs(name, runs):
+    for entry in read_record(DATA / f"{runs}.json")["runs"]:
         commit = git("show", "--no-patch", "--format=%cI", entry["commit"])
         if commit.returncode:
             pytest.skip(f"no commit {entry['commit'][:12]} here: a checkout without its history")
-        then = git("show", f"{entry['commit']}:docs/{name}.json")  # where plans were
+        places = (f"{entry['commit']}:{folder}/{name}.json" for folder in ("docs/data", "docs"))  # now, and at first
+        then = next(shown for shown in (git("show", place) for place in places) if not shown.returncode)
         assert hashlib.sha256(then.stdout).hexdigest() == entry["plan"]
         assert hashlib.sha256((DATA / f"{name}.json").read_bytes()).hexdigest() == entry["plan"]
         assert datetime.fromisoformat(commit.stdout.decode().strip()) < datetime.fromisoformat(entry["started"])
@@ -378,6 +380,16 @@ def test_a_studys_results_follow_from_its_record_and_its_page_states_them(name):
             assert ends == pytest.approx(expected)
             expected = ends  # what is exactly between two tenths is rounded as these are
         assert stated[arm, unit] == [f"{value:+.{digits}f}" for value in expected]
+
+
+def test_the_table_over_lengths_is_that_of_the_second_studys_records():
+    for column, (name, runs) in enumerate(LENGTHS.items()):
+        plan, record = read_plan(DATA / f"{name}.json"), read_record(DATA / f"{runs}.json")
+        check_record(plan, record, DATA)
+        for arm, by_task in Statistics(record, plan).results.items():
+            result = by_task["mean"]
+            (row,) = re.findall(rf"\| `{arm}` \| (.*)", (ROOT / "docs/study.md").read_text())
+            assert row.split(" | ")[column] == "{delta:+.1f} ({low:+.1f} to {high:+.1f})".format(**result)
 
 
 def study_page() -> str:
