@@ -13,17 +13,12 @@ require_one_of DEMO_DATA "scenes stamps probes"
 : "${SAVE_STRATEGY:=no}"
 # With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise.
 : "${WARMUP_RATIO:=0.12}"
-# Each arm's own rates: stage 1, language model and projector in stage 2 (docs/study-2-plan.md).
-case $NORM${PROJECTOR:+-$PROJECTOR} in
-  none | none-mlp2x_gelu) rates=(1e-3 4e-4 1e-3) ;;
-  *) rates=(8e-3 2e-4 2e-3) ;;
-esac
 case $STAGE in
-  pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=${rates[0]}}" ;;
+  pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
   finetune)
     # Probes have nine kinds of questions to learn, the others two or three.
     : "${MAX_STEPS:=$([ "$DEMO_DATA" = probes ] && echo 140 || echo 70)}"
-    : "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=${rates[1]}}" "${PROJECTOR_LR=${rates[2]}}" "${VISION_TOWER_LR=1e-4}"
+    : "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${GROUP_BY_MODALITY_LENGTH:=False}" # a batch has no padding, and captions and questions stay mixed
     ;;
 esac
