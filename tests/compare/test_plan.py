@@ -37,7 +37,7 @@ from llava.utils.provenance import differences
 DATA = ROOT / "docs/data"
 PLAN = DATA / "study-plan.json"
 STUDIES = {"study-plan": "study-runs", "study-exploratory": "study-exploratory-runs"}
-LENGTHS = {"study-2-short": "study-2-short-runs"}  # of the second study
+SECOND = {"study-2-short": "study-2-short-runs", "study-2-shared": "study-2-shared-runs"}  # the columns of its table
 TASKS = ("binding", "color", "count", "position", "shape")
 ARMS, SEEDS, TRIED, BEST = ["none", "layernorm"], [101, 102, 103], 301, {"none": 2e-3, "layernorm": 5e-4}
 POINTS = [{"pretrain": {"LEARNING_RATE": rate}, "finetune": {"PROJECTOR_LR": rate}} for rate in (2e-3, 5e-4)]
@@ -311,7 +311,7 @@ def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_o
 # --- the committed studies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "runs"), [*STUDIES.items(), *LENGTHS.items()])
+@pytest.mark.parametrize(("name", "runs"), [*STUDIES.items(), *SECOND.items()])
 def test_a_plan_was_committed_before_its_runs(name, runs):
     for entry in read_record(DATA / f"{runs}.json")["runs"]:
         commit = git("show", "--no-patch", "--format=%cI", entry["commit"])
@@ -382,14 +382,16 @@ def test_a_studys_results_follow_from_its_record_and_its_page_states_them(name):
         assert stated[arm, unit] == [f"{value:+.{digits}f}" for value in expected]
 
 
-def test_the_table_over_lengths_is_that_of_the_second_studys_records():
-    for column, (name, runs) in enumerate(LENGTHS.items()):
+def test_the_second_studys_table_is_that_of_its_records():
+    rows = dict(re.findall(r"\| `(\w+)`(?:, percent right)? \| (.*) \|", (ROOT / "docs/study.md").read_text()))
+    for column, (name, runs) in enumerate(SECOND.items()):
         plan, record = read_plan(DATA / f"{name}.json"), read_record(DATA / f"{runs}.json")
         check_record(plan, record, DATA)
-        for arm, by_task in Statistics(record, plan).results.items():
-            result = by_task["mean"]
-            (row,) = re.findall(rf"\| `{arm}` \| (.*)", (ROOT / "docs/study.md").read_text())
-            assert row.split(" | ")[column] == "{delta:+.1f} ({low:+.1f} to {high:+.1f})".format(**result)
+        stats, cells = Statistics(record, plan), {arm: row.split(" | ")[column] for arm, row in rows.items()}
+        expected = {
+            arm: "{delta:+.1f} ({low:+.1f} to {high:+.1f})".format(**r["mean"]) for arm, r in stats.results.items()
+        }
+        assert cells == {"none": f"{np.mean(stats.scores['none']['mean']):.1f}"} | expected
 
 
 def study_page() -> str:
