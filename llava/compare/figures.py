@@ -65,11 +65,11 @@ def lengths(studies: Sequence[Statistics], pyplot: ModuleType) -> "Figure":
     baseline, *arms = studies[-1].arms
     steps = list(map(steps_of, studies))
     for number, (arm, look) in enumerate(looks(arms).items()):
-        beside = 1.03 ** (number - (len(arms) - 1) / 2)
         for stats, length in zip(studies, steps, strict=True):
             if arm in stats.arms:
-                result, place = stats.results[arm][stats.overall], length * beside
+                result = stats.results[arm][stats.overall]
                 fill = "none" if len(set(rates_by_arm(stats.record).values())) == 1 else "full"
+                place = length * 1.03 ** (number - (len(arms) - 1) / 2 + (fill == "full") / 3)  # all beside each other
                 axes.plot((place, place), (result["low"], result["high"]), color=look["color"], linewidth=3, alpha=0.5)
                 axes.plot(place, result["delta"], "o", color=look["color"], fillstyle=fill, label=arm)
     axes.axhline(0, color=NEUTRAL, linewidth=0.8)
