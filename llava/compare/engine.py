@@ -128,7 +128,7 @@ class Experiment:
         for stage in STAGES:
             flags: dict[str, dict[str, str]] = {}
             for run in self.runs:
-                own = f"{run.arm} {self.rates(run)}"
+                own = str(self.rates(run))
                 flags[own] = flags.get(own) or self.recipe(run, stage)["flags"]
                 if run.has_begun(stage):
                     check_flags(run, stage, flags[own])

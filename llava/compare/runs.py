@@ -31,7 +31,7 @@ NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pre
 RATE_FIELDS = ("training.learning_rate", "training.mm_projector_lr", "config.mm_projector_lr", "training.max_grad_norm")
 ARM_FIELDS = (
     *(f"{part}.mm_projector_{name}" for part in ("model", "initial_weights", "config") for name in ("norm", "type")),
-    *RATE_FIELDS,  # a recipe or a plan may give each arm its own; `check_flags` refuses others
+    *RATE_FIELDS,  # a plan may give each arm its own; `check_flags` refuses others
 )
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
 # Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
