@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ -z "${TASKS:-}" ] || set -- --tasks "$TASKS" "$@"
 for argument in "$@"; do
   # The data sets of these tasks are made from the pictures that the playground prepared.
-  if [[ ",${argument#*=}," =~ ,(scenes|stamps|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
+  if [[ ",${argument#*=}," =~ ,(scenes|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
     export EXTRAS
     ensure_environment
     "$PYTHON_BIN" -m playground heldout

@@ -9,7 +9,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 if is_on "${LORA:-}"; then # before the preset, whose learning rates are for full tuning
   : "${LORA_R:=128}" "${LORA_ALPHA:=256}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-5}" "${VISION_TOWER_LR=}"
   : "${TUNABLE_PARTS:=mm_mlp_adapter,mm_language_model}"
-else LORA_R="" LORA_ALPHA=""; fi
+else
+  [ -z "${LORA_R:-}${LORA_ALPHA:-}" ] || die "LORA_R and LORA_ALPHA need LORA=1"
+  LORA_R="" LORA_ALPHA=""
+fi
 load_preset "$@" # PRESET, NORM, and what both stages share
 
 : "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/data}" "${IMAGE_FOLDER=}" # the Parquet rows hold their images

@@ -16,7 +16,7 @@ elif [ -z "${LLAVA_PYTHON:-}" ]; then
   die "$0 lies in an installed package; call it as: llava-recipe $(basename "$0" .sh)"
 fi
 
-is_on() { [[ ! "${1:-0}" =~ ^(0|no|false|False)$ ]]; }
+is_on() { [[ ! "${1:-0}" =~ ^(0|[Nn][Oo]?|[Ff]|[Ff][Aa][Ll][Ss][Ee]|[Oo][Ff][Ff])$ ]]; }
 
 require_one_of() { [[ " $2 " == *" ${!1} "* ]] || die "$1=${!1} is not one of: $2"; } # NAME "allowed values"
 
@@ -39,11 +39,8 @@ fi
 # other's. llava/launch/supervise.py has what happens when a build is killed.
 [ -n "${LLAVA_PYTHON:-}" ] || export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
 
-# Makes or updates .venv, or takes the caller's own environment. A misspelt variable is refused before that.
+# Makes or updates .venv, or takes the caller's own environment.
 ensure_environment() {
-  local python
-  python=$(plain_python) || exit
-  "$python" -m llava.launch.settings || exit
   bash scripts/setup.sh
   if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
@@ -120,7 +117,7 @@ launch() { # flags of this stage alone, and of the caller
     --optim "${OPTIM:-}" \
     --learning_rate "$LEARNING_RATE" \
     --lr_scheduler_type cosine \
-    --warmup_ratio "${WARMUP_RATIO:-0.03}" \
+    --warmup_ratio "${WARMUP_RATIO-0.03}" \
     --weight_decay 0.0 \
     --num_train_epochs "$EPOCHS" \
     --max_steps "$MAX_STEPS" \

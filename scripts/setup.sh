@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # Makes .venv at the repository root and installs the package with its pinned dependencies. Every other script calls it.
-# It reads PYTHON (default: python3), EXTRAS of pyproject.toml (default: train,playground,dev, and liger where PyTorch is
-# a build for NVIDIA GPUs; they add up over calls), and LLAVA_PYTHON, an interpreter of your own environment: nothing is
-# installed then. A call that finds nothing changed ends at once; calls at the same time wait for each other.
+# It reads PYTHON (default: python3), EXTRAS of pyproject.toml (default: train,playground,dev; they add up over calls,
+# and train brings liger where PyTorch is a build for NVIDIA GPUs), and LLAVA_PYTHON, an interpreter of your own
+# environment: nothing is installed then. A call that finds nothing changed ends at once; calls at the same time wait for
+# each other.
 set -euo pipefail
 
 [ $# -eq 0 ] || { echo "setup: takes no arguments, found: $*; its head names the variables that it reads" >&2 && exit 2; }
-[ -z "${LLAVA_PYTHON:-}" ] || { printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON" && exit 0; }
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
+# A misspelt variable, such as EXTRA, is refused where the machine's Python is new enough to say so.
+if "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  "${PYTHON:-python3}" -m llava.launch.settings || exit
+fi
+[ -z "${LLAVA_PYTHON:-}" ] || { printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON" && exit 0; }
 readonly VENV_PYTHON=.venv/bin/python
 readonly STAMP=.venv/setup.stamp # three lines: hash of what defines the environment, its place, the extras in it
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -19,7 +24,7 @@ fail() { printf 'setup: %s\n' "$*" >&2 && exit 1; }
 
 require_known_extras() {
   local known extra
-  known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/ s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml | xargs)
+  known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/ s/^\([a-z0-9]*\) = \[.*/\1/p' pyproject.toml | xargs)
   for extra in ${wanted//,/ }; do
     [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
   done
@@ -95,7 +100,7 @@ install() {
   step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" "setuptools>=77" torch
   # A build of PyTorch for NVIDIA GPUs has brought Triton, which is all that Liger's kernels need. This decides, not a GPU
   # in sight: the environment is often made on a node without one, and used on nodes without a network.
-  [ -n "${EXTRAS:-}" ] || ! has_package triton || extras="$extras,liger"
+  [[ ",$extras," != *,train,* ]] || ! has_package triton || extras="$extras,liger"
   rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
   # This package's build needs only setuptools, which is installed; a separate build environment would take some seconds.
   step "llava${rest:+[$rest]}" pip_install --no-build-isolation -e ".${rest:+[$rest]}"

@@ -16,7 +16,7 @@ from llava.utils.paths import IS_CHECKOUT, ROOT
 VARIABLES: dict[str, dict[str, str]] = {
     "what is trained": {
         "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
-        "DEMO_DATA": "with PRESET=demo: scenes, stamps or probes, prepared by python -m playground (default: scenes)",
+        "DEMO_DATA": "with PRESET=demo: scenes or probes, prepared by python -m playground (default: scenes)",
         "LORA": "1: stage 2 by LoRA, LLaVA's recipe; the vision tower stays frozen (default: off)",
         "GLOBAL_BATCH": "samples of an optimizer step over all devices; accumulation follows",
         "PER_DEVICE_BATCH": "samples of a device's micro-batch, or auto: its whole share at once",
@@ -32,7 +32,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "NODE_RANK": "number of this node, from 0, for several nodes by torchrun (default: SLURM's)",
         "MASTER_ADDR": "address of the first node, the same on every node",
         "MASTER_PORT": "port where the ranks meet (default: one that differs between jobs, 29500 over several nodes)",
-        "RDZV_ID": "name of the job where nodes find each other again, with MAX_RESTARTS (default: RUN_NAME)",
+        "RDZV_ID": "name under which nodes meet again, with MAX_RESTARTS (default: the SLURM job, else RUN_NAME)",
         "LAUNCHER": "auto, python, deepspeed or torchrun (default: auto)",
         "MAX_RESTARTS": "how many times torchrun restarts all ranks after a failure (default: 0)",
         "DEEPSPEED_CONFIG": "a file of deepspeed_configs; auto: what fits first of ZeRO-2, ZeRO-3 and offload; empty: "
@@ -66,7 +66,7 @@ STAGES = {
 # What the other scripts read. A name near one of these or of `NAMES` is misspelt, whatever script it is set for.
 OTHERS = "ANALYSIS ARMS COMMANDS COVERAGE DATA EVALUATE_FLAGS FAST FIX OUTPUT_ROOT SAMPLES TASKS TOLERANCE WORKERS"
 _FOREIGN = """ARGS CACHE_DIR DATE FORM LAST LOCA MASTER_HOST MODULEPATH NODE_PATH NUM_CPUS PROJECT PYTHON3 RESET
-ROLE_RANK SPEED VERSION"""  # near ours, and other programs'
+ROLE_RANK SM_NUM_GPUS SPEED VERSION"""  # near ours, and other programs'
 OF_ONE_STAGE = {
     "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
 }
@@ -81,7 +81,7 @@ class Refusal(Exception):
 
 def is_on(value: str) -> bool:
     """Whether the value of a switch like DRY_RUN turns it on."""
-    return value not in ("", "0", "no", "false", "False")
+    return value.lower() not in ("", "0", "no", "n", "false", "f", "off")
 
 
 def whole_number(name: str, value: str, smallest: int) -> int:

@@ -115,17 +115,18 @@ def model_digest(path: str, cache_dir: str | None = None) -> str | None:
     return f"commit {commit}" if commit else f"SHA-256 {fingerprint(place, names=_MODEL_FILES)}"
 
 
-def warn_of_other_base(folder: str, base: str, digest: object = None) -> None:
+def warn_of_other_base(folder: str, base: str, digest: object = None, part: str = "language_model_files") -> None:
     """Logs a warning if `base` is not, by its files, what the LoRA or adapter in a folder was trained on.
 
     Args:
         folder: or a file in it.
         digest: of `base`, where it is known.
+        part: what `base` is: language_model_files or vision_tower_files.
     """
     folder = folder if Path(folder).is_dir() else str(Path(folder).parent)
     try:
         settings = json.loads(Path(folder, "resume.json").read_text(encoding="utf-8"))["settings"]
-        recorded = settings["language_model_files"]
+        recorded = settings[part]
     except (OSError, ValueError, KeyError, TypeError):
         logger.warning(
             "%s: its resume.json names no base, so whether %s is the right one was not checked", folder, base

@@ -1,37 +1,25 @@
 """The known name that a misspelt one must mean."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+
+_CLOSE = 0.85
+"""Of `difflib`'s ratio: with it no variable of the shells, schedulers and launchers in the tests looks like ours."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` must mean, or None; variables of other programs must never look like ours.
+    """The known name that `name` must mean, or None; case, `-`, `_` and a final `s` do not count.
 
-    A name is near if it is one edit away (a letter more, fewer or another one, or two neighbours exchanged), two edits
-    from nine letters on; if it lacks the digits (BF for BF16); or if it begins with a known one of several words
-    (LORA_RANK for LORA_R). Case, `-`, `_` and a final `s` do not count.
+    It may also lack the digits (BF for BF16), begin with a known one of several words (LORA_RANK for LORA_R), or have
+    its letters after the first in another order.
     """
-    plain = _plain(name)
-    near = {}
-    for candidate in sorted(known):
-        other = _plain(candidate)
-        if plain == other.rstrip("0123456789") or ("_" in candidate and plain.startswith(other)):
-            near[candidate] = 1
-        elif abs(len(plain) - len(other)) <= 2 and (count := edits(plain, other)) <= (1 if len(other) < 9 else 2):
-            near[candidate] = count
-    return min(near, key=near.__getitem__, default=None)
-
-
-def edits(left: str, right: str) -> int:
-    """The letters to add, leave out or replace, and neighbours to exchange, that make one word of the other."""
-    before, last = [], list(range(len(right) + 1))
-    for i, letter in enumerate(left, 1):
-        row = [i]
-        for j, other in enumerate(right, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != other)))
-            if i > 1 and j > 1 and (letter, left[i - 2]) == (right[j - 2], other):
-                row[-1] = min(row[-1], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
+    own, plain = _plain(name), {_plain(candidate): candidate for candidate in sorted(known)}
+    for other, candidate in plain.items():
+        begins = "_" in candidate and own.startswith(other)
+        mixed = own[:1] == other[:1] and sorted(own) == sorted(other)
+        if begins or mixed or own == other.rstrip("0123456789"):
+            return candidate
+    return next((plain[other] for other in get_close_matches(own, plain, 1, _CLOSE)), None)
 
 
 def _plain(name: str) -> str:

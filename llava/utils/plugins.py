@@ -34,3 +34,8 @@ def load(paths: str | Path, named_by: str = "--plugin ") -> None:
 def load_named() -> None:
     """Loads the files of the variable PLUGINS, which reaches the processes that a command starts too."""
     load(os.environ.get("PLUGINS", ""), "PLUGINS=")
+
+
+def recorded() -> dict[str, str]:
+    """The loaded files with their digests, as the setting `plugins`; empty without plug-ins."""
+    return {"plugins": ", ".join(f"{name} SHA-256 {digests[name]}" for name in sorted(digests))} if digests else {}

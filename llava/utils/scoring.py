@@ -88,7 +88,7 @@ def _value(match: re.Match[str]) -> Decimal | None:
 
 
 _NUMBER = re.compile(r"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*)(\s*%)?")
-_DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d+)?")
+_DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d{1,3})?")
 _FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")
 _NAMED_LETTER = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*[^\w\s]*([A-Z])(?=[).:,*]|\W*$)")
 _BRACKETED_LETTER = re.compile(r"\(([A-Z])\)")
@@ -118,7 +118,9 @@ def kind_of(name: str, expected: Any, kind: Any) -> str:
     kind = kind or DEFAULT_KIND
     if kind not in KINDS:
         raise ValueError(f"{name}: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if not isinstance(expected, str):
+    if not isinstance(expected, str | None):
+        raise ValueError(f"{name}: expected answer {expected!r}: write it as text, in quotes")
+    if expected is None:
         raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
     if not can_expect(kind, expected):
         raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {kind}")

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 
+from llava.utils import plugins
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
 
 _SHARED = ("llava/*.py", "llava/utils/**/*.py", "llava/data/**/*.py", "llava/model/**/*.py")
@@ -56,8 +57,12 @@ def code_digest(sources: Sequence[str] = TRAINING) -> str:
 
 
 def made_by(sources: Sequence[str], packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """What a result depends on besides its inputs and settings: versions of packages, and the code of `sources`."""
-    return {name: version_of(name) for name in packages} | {LLAVA_CODE: code_digest(sources)}
+    """What a result depends on besides its inputs and settings: packages, the code of `sources`, and plug-ins.
+
+    Raises ValueError: a file of PLUGINS cannot be loaded.
+    """
+    plugins.load_named()
+    return {name: version_of(name) for name in packages} | {LLAVA_CODE: code_digest(sources)} | plugins.recorded()
 
 
 def software(packages: Sequence[str] = PACKAGES) -> dict[str, dict[str, str | None]]:

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# SmolLM2-135M and a small SigLIP on drawn scenes, stamps or probes: both stages in minutes on two CPU cores.
+# SmolLM2-135M and a small SigLIP on drawn scenes or probes: both stages in minutes on two CPU cores.
 : "${DEMO_DATA:=scenes}"
-require_one_of DEMO_DATA "scenes stamps probes"
+require_one_of DEMO_DATA "scenes probes"
 : "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-$DEMO_DATA}"
 : "${DATA_PATH:=playground/data/$DEMO_DATA/$STAGE.json}" "${IMAGE_FOLDER=playground/data/$DEMO_DATA/images}"
 # SmolLM2's own markers, with a system prompt of four words: SmolLM2's has 17, more than a caption. Without one, aligned
@@ -12,7 +12,7 @@ require_one_of DEMO_DATA "scenes stamps probes"
 # A run of two minutes saves only at its end, or when a signal ends it.
 : "${SAVE_STRATEGY:=no}"
 # With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise.
-: "${WARMUP_RATIO:=0.12}"
+: "${WARMUP_RATIO=0.12}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
   finetune)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from paths import ROOT
 from warm_python import warm_python
 
-from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
+from benchmarks import common, gpu_check, gpu_parts, shapes, train_step, vs_peers
 from benchmarks.gpu_parts import FAILED, MEASURED, PartRun
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -136,3 +137,9 @@ def test_a_part_that_trains_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu_zero3_7b.json").read_text())["rows"]
     assert [row["stage"] for row in rows] == [1, 2] and all(row["estimate_gib"] > 0 for row in rows)
+
+
+def test_a_loss_that_is_no_number_agrees_with_none():
+    for theirs, ours in (([math.nan], [2.0]), ([2.0], [math.nan])):
+        with pytest.raises(vs_peers.Failed, match="losses of the first step differ"):
+            vs_peers.check_first_loss(theirs, ours, 0.1)

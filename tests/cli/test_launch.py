@@ -182,6 +182,7 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
     assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
     assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
+    assert flags("--fp16", "FALSE")["bf16"] == flags("--fp16", "off")["bf16"] == "True"
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

@@ -171,6 +171,8 @@ def test_demo_preset_is_one_plain_process_on_a_cpu(resolved):
     assert [run["flags"]["per_device_train_batch_size"] for run in (stage1, stage2)] == ["16", "8"]
     rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
     assert rates == ["2e-4", "2e-3", "1e-4"]
+    own = resolved("finetune", "--warmup_steps", "9", PRESET="demo", NUM_GPUS=0, WARMUP_RATIO="", LORA="off")["flags"]
+    assert "warmup_ratio" not in own and "lora_enable" not in own
 
 
 def test_environment_wins_over_preset_and_the_callers_flags_over_both(resolved):
@@ -203,12 +205,13 @@ def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     ("words", "variables", "said"),
     [
         ([], {"PRESET": "nonsense"}, "PRESET=nonsense is not one of: "),
-        ([], {"DEMO_DATA": "photos", "PRESET": "demo"}, "DEMO_DATA=photos is not one of: scenes stamps probes"),
+        ([], {"LORA_R": 64}, "LORA_R and LORA_ALPHA need LORA=1"),
+        ([], {"DEMO_DATA": "photos", "PRESET": "demo"}, "DEMO_DATA=photos is not one of: scenes probes"),
         (["MAX_STEPS=3"], {}, "variables stand before the command"),
     ],
 )
 def test_what_the_shell_refuses_is_named(words, variables, said):
-    run = bash("scripts/pretrain.sh", *words, DRY_RUN=1, NUM_GPUS=8, **variables)
+    run = bash("scripts/finetune.sh", *words, DRY_RUN=1, NUM_GPUS=8, **variables)
     assert run.returncode == 2 and run.stderr.startswith("error: ") and said in run.stderr
 
 
@@ -411,6 +414,7 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     assert package.endswith("-e .[dev,eval]")
     assert harnesses.endswith("--no-deps lmms-eval lm-eval") and "-c constraints.txt" in harnesses
     assert "up to date" in setup(EXTRAS="dev").stdout
+    assert setup(EXTRAS="flash4").returncode == 0
     refused = setup(EXTRAS="dev,nonsense")
     assert refused.returncode != 0
     assert "nonsense" in refused.stderr and "playground" in refused.stderr

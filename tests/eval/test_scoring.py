@@ -55,6 +55,8 @@ READ = [
     (number, "3 cats and 3 dogs", 3),
     (number, "3 or 4", None),
     (number, "1,5", None),
+    (number, "1e99999999999999999999", None),
+    (number, "1e999999999%", None),
     (letter, "B", "B"),
     (letter, "(b) a cat", "B"),
     (letter, "The answer is (C).", "C"),
@@ -141,6 +143,7 @@ def test_an_answer_may_hold_what_ends_lines_of_text(tmp_path):
     [
         ([*ANSWERS, ANSWERS[0]], "a.jsonl, line 6: question 1 is answered twice"),
         ([line(1, "red", None)], "a.jsonl, line 1: question 1: no expected answer"),
+        ([line(1, "3", 3, "numeric")], "line 1: question 1: expected answer 3: write it as text"),
         ([line("x", "3", "three", "numeric")], "line 1: question \"x\": 'three' cannot be the expected answer"),
         ([line(1, "red", "red", "color")], "line 1: question 1: kind 'color' is not one of exact, contains"),
         ([json.dumps({"question_id": 1, "metadata": {"expected": "a"}})], "line 1: no field 'text'"),
