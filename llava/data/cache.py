@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from llava.utils.code_folders import user_cache_home
 from llava.utils.digests import bytes_digest
 from llava.utils.files import replacing, write_text
 from llava.utils.locks import locked
@@ -26,7 +25,8 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     They are beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
     folder. `chosen` (`--data_cache_dir`) replaces both.
     """
-    return [Path(chosen)] if chosen else [source.absolute().parent / ".llava_cache", user_cache_home() / "llava/data"]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [Path(chosen)] if chosen else [source.absolute().parent / ".llava_cache", home / "llava/data"]
 
 
 def made_once(

@@ -29,7 +29,7 @@ from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records, source_lines
-from llava.data.turns import LABEL_MASKINGS, LabelMasking, normalize_image_tokens, training_turns
+from llava.data.turns import LABEL_MASKINGS, LabelMasking, check_label_masking, normalize_image_tokens, training_turns
 from llava.utils.commands import Parser, exit_status
 from llava.utils.digests import file_stamp
 from llava.utils.files import replacing
@@ -39,7 +39,7 @@ from llava.utils.progress import progress
 PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
 FAULTS = ("json", "schema", "text", "placeholders", "turns", *PICTURE_FAULTS)
 """Their kinds; docs/data.md says what each means, as of the warnings `other_marker` and `turned`."""
-_FORMAT = 8  # of the manifest; to be raised when the checks find more
+_FORMAT = 9  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS = 1000
@@ -233,9 +233,10 @@ def main(argv: list[str] | None = None) -> int:
 def show(args: argparse.Namespace) -> int:
     """Checks the data and prints the findings; returns 1 if there are faults, else 0."""
     cache, started = args.data_cache_dir, time.time()
+    rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
+    check_label_masking(args.label_masking, rules.template)
     table = load_records(args.data_path, cache, check=False, show_progress=True, seed=args.seed)
     images = ImageStore(args.image_folder, cache, table.image_folders, orientation=args.image_orientation)
-    rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
     manifest, path = preflight(table, images, rules)
     counts, shown = manifest.counts, None if args.list else _SHOWN
     how = "decoded in full" if manifest.full_decode else "by their headers"

@@ -1,4 +1,4 @@
-"""Gets data ready for training: downloads what is missing, checks that it is complete, and checks every record.
+"""Gets data ready for training: downloads the files that are missing, and checks every record.
 
     python -m llava.data.prepare llava-558k       stage 1: LLaVA-558K, chat JSON and images.zip
     python -m llava.data.prepare llava-665k       stage 2: LLaVA-1.5's 665,298 records, and where their pictures are
@@ -22,6 +22,7 @@ from llava.data import preflight
 from llava.data.checks import record_images
 from llava.data.records import RecordTable, load_records
 from llava.utils.commands import Parser, exit_status
+from llava.utils.paths import WORK
 
 _SHARD = re.compile(r"train-\d{5}-of-(\d{5})\.parquet")
 
@@ -33,7 +34,6 @@ class Source:
     Args:
         repository: its name.
         data: pattern of the records' files.
-        records: how many there are.
         script: the stage that trains on it, and `version` its template there.
         images: the first that exists holds the images; the first is downloaded. Empty where rows hold them.
         pictures: by folder, where LLaVA's README says that pictures come from; they are not downloaded.
@@ -41,7 +41,6 @@ class Source:
 
     repository: str
     data: str
-    records: int
     script: str
     version: str
     images: tuple[str, ...] = ()
@@ -68,11 +67,9 @@ LLAVA_665K = {
 }
 _CAPTIONS, _MIXTURE = "blip_laion_cc_sbu_558k.json", "llava_v1_5_mix665k.json"
 SOURCES = {
-    "llava-558k": Source(
-        "liuhaotian/LLaVA-Pretrain", _CAPTIONS, 558_128, "pretrain", "plain", ("images.zip", "images")
-    ),
-    "llava-665k": Source("liuhaotian/LLaVA-Instruct-150K", _MIXTURE, 665_298, "finetune", "v1", (".",), LLAVA_665K),
-    "llava-next": Source("lmms-lab/LLaVA-NeXT-Data", "data/*.parquet", 779_289, "finetune", "qwen_1_5"),
+    "llava-558k": Source("liuhaotian/LLaVA-Pretrain", _CAPTIONS, "pretrain", "plain", ("images.zip", "images")),
+    "llava-665k": Source("liuhaotian/LLaVA-Instruct-150K", _MIXTURE, "finetune", "v1", (".",), LLAVA_665K),
+    "llava-next": Source("lmms-lab/LLaVA-NeXT-Data", "data/*.parquet", "finetune", "qwen_1_5"),
 }
 
 
@@ -82,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where the files are or go; default: where the scripts expect them")
     args, flags = parser.parse_known_args(argv)
     source = SOURCES[args.source]
-    folder = args.folder or Path(source.folder)
+    folder = (args.folder or WORK / source.folder).absolute()  # the scripts' relative paths start elsewhere
     return exit_status(lambda: prepare(source, folder, flags), "interrupted: rerun the same command to resume")
 
 

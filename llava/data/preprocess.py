@@ -23,20 +23,16 @@ from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, Part, SeparatorStyle, get_template
 from llava.data.turns import (
     CHATML_STYLES,
-    LABEL_MASKINGS,
     ROLE_TAGGED,
     LabelMasking,
     Turn,
+    check_label_masking,
     check_order,
     normalize_image_tokens,
     parse_turns,
     training_turns,
 )
 from llava.mm_utils import encode_chunk, leading_ids
-
-_UPSTREAM_STYLES = (
-    SeparatorStyle.PLAIN, SeparatorStyle.TWO, SeparatorStyle.LLAMA_2, SeparatorStyle.MPT, *ROLE_TAGGED
-)  # fmt: skip
 
 
 class TokenizedSample(NamedTuple):
@@ -77,7 +73,8 @@ def preprocess(
         ValueError: the conversation is malformed or the template cannot express it; the message says what was expected.
     """
     template = get_template(template) if isinstance(template, str) else template
-    _check_arguments(tokenizer, template, label_masking)
+    check_label_masking(label_masking, template)
+    _check_tokenizer(tokenizer)
     upstream = label_masking == "upstream"
     has_image = has_image or template.sep_style is SeparatorStyle.PLAIN
     turns = training_turns(conversations, template, label_masking, has_image)
@@ -105,7 +102,7 @@ def generation_ids(
         ValueError: see `preprocess`; or the last turn is not a human's.
     """
     template = get_template(template) if isinstance(template, str) else template
-    _check_arguments(tokenizer, template, "assistant")
+    _check_tokenizer(tokenizer)
     turns = parse_turns(conversations)
     if turns[-1][0] != "human":
         raise ValueError(f"expected the last turn to be 'human', found {turns[-1][0]!r}")
@@ -115,12 +112,7 @@ def generation_ids(
     return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
 
 
-def _check_arguments(tokenizer: PreTrainedTokenizerBase, template: Conversation, label_masking: str) -> None:
-    if label_masking not in LABEL_MASKINGS:
-        raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
-    if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
-        style = f"not available for templates of style {template.sep_style.name}"
-        raise ValueError(f"--label_masking upstream: {style}; pass --label_masking assistant")
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{type(tokenizer).__name__}: labels need a fast tokenizer (one with character offsets)")
 

@@ -50,6 +50,7 @@ _ROWS = 1024  # of a piece of the Arrow file
 _BEGIN = 1 << 12  # characters that tell a list from lines
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv)(\.(gz|bz2|xz|zst|lz4|br|zip))?$", re.IGNORECASE)
+_OWN = re.compile(r"\.[0-9a-f]{16}\.records\d+\.arrow$")  # of `_arrow_name`: --data_cache_dir may be in the folder
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # for the `datasets` library; they hold no records
 _WORTH_PROCESSES = 4  # files
 
@@ -98,7 +99,7 @@ def load_records(
 
 
 def data_files(data_path: str) -> list[Path]:
-    """The files that `data_path` names, in order; those of a folder or pattern by name.
+    """The files that `data_path` names, in order; those of a folder or pattern by name, and once.
 
     Raises:
         DataError: a name has no file, or a file is of another kind; the message says which.
@@ -107,6 +108,8 @@ def data_files(data_path: str) -> list[Path]:
     for name in filter(None, (part.strip() for part in data_path.split(","))):
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
         named = [file for match in matches for file in (_folder_files(match) if match.is_dir() else [match])]
+        once = {file.parent.resolve() / file.name: file for file in named}  # `**` names folders too, links lead there
+        named = list(once.values())
         if not named:
             expected = f"expected {', '.join(_SUFFIXES)}, or a folder of such files"
             raise DataError(name, f"no such file{starts_from(name)}; {expected}")
@@ -128,7 +131,7 @@ def _folder_files(folder: Path) -> list[Path]:
     for parent, folders, names in os.walk(folder, followlinks=True):
         here = Path(parent).resolve()  # a link may lead back up
         folders[:] = [n for n in folders if n[0] != "." and not here.is_relative_to(Path(parent, n).resolve())]
-        below += [Path(parent, name) for name in names if name[0] != "." and name not in _DESCRIPTIONS]
+        below += [Path(parent, n) for n in names if n[0] != "." and n not in _DESCRIPTIONS and not _OWN.search(n)]
     files = sorted(file for file in below if file.suffix in _SUFFIXES)
     if other := next((file for file in below if file not in files and _LIKE_DATA.search(file.name)), None):
         advice = f"unpack or convert it to one of {', '.join(_SUFFIXES)} (docs/data.md), or name the files to read"

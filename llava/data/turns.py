@@ -15,7 +15,19 @@ Turn = tuple[str, str]  # speaker ("human", "gpt" or "system") and text
 
 CHATML_STYLES = (SeparatorStyle.CHATML, SeparatorStyle.QWEN)
 ROLE_TAGGED = (*CHATML_STYLES, SeparatorStyle.LLAMA_3)
+_UPSTREAM_STYLES = (
+    SeparatorStyle.PLAIN, SeparatorStyle.TWO, SeparatorStyle.LLAMA_2, SeparatorStyle.MPT, *ROLE_TAGGED
+)  # fmt: skip
 _SPEAKERS = ("human", "gpt", "system")
+
+
+def check_label_masking(label_masking: str, template: Conversation) -> None:
+    """Raises ValueError where `label_masking` is unknown, or has no labels for `template`."""
+    if label_masking not in LABEL_MASKINGS:
+        raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
+    if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
+        style = f"not available for templates of style {template.sep_style.name}"
+        raise ValueError(f"--label_masking upstream: {style}; pass --label_masking assistant")
 
 
 def parse_turns(conversations: object) -> list[Turn]:
@@ -65,6 +77,8 @@ def check_order(turns: list[Turn], template: Conversation, complete: bool = True
         if DEFAULT_IMAGE_TOKEN not in turns[0][1]:
             raise ValueError(f"the plain template needs an image: found no {DEFAULT_IMAGE_TOKEN} in the human's turn")
         return
+    if "system" in speakers:
+        template.with_system("")  # raises where it has no place for one
     spoken = [speaker for speaker in speakers if speaker != "system"]
     if not spoken:
         raise ValueError("expected a human or gpt turn after the system turn, found none")
@@ -98,11 +112,18 @@ def normalize_image_tokens(
     if "mmtag" in template.version:
         image = f"<Image>{image}</Image>"
     if label_masking == "upstream":
-        turns = [(speaker, _image_first(text)) for speaker, text in turns]
+        turns = [(speaker, image_first(text)) for speaker, text in turns]
     return [(speaker, text.replace(DEFAULT_IMAGE_TOKEN, image)) for speaker, text in turns]
 
 
-def _image_first(text: str) -> str:
+def moves_pictures(config: object) -> bool:
+    """Whether training moved a turn's only picture to its front; LLaVA's own checkpoints, which do not say so, did."""
+    masking = "assistant" if getattr(config, "mm_conv_version", None) else "upstream"
+    return getattr(config, "mm_label_masking", masking) == "upstream"
+
+
+def image_first(text: str) -> str:
+    """A turn's text with its only `<image>` at the front, on a line of its own, where LLaVA trains it."""
     text = text.replace("QA_GT_caption_based_noisy", "")  # a tag in LLaVA-NeXT's data, which its code removes
     if text.count(DEFAULT_IMAGE_TOKEN) != 1 or text.startswith(DEFAULT_IMAGE_TOKEN):
         return text

@@ -10,6 +10,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import SeparatorStyle, conv_templates
 from llava.data.messages import as_record
 from llava.data.preprocess import generation_ids, preprocess
+from llava.data.turns import image_first
 from llava.export.chat_template import chat_template
 from llava.export.hf import add_image_token
 from llava.mm_utils import load_tokenizer
@@ -62,15 +63,16 @@ def chats(draw):
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokenizers", "name"), PAIRS, indirect=["tokenizers"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(messages=chats())
-def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, messages):
+@given(messages=chats(), first=st.booleans())
+def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, messages, first):
     plain, extended = tokenizers
     template = conv_templates[name]
-    extended.chat_template = chat_template(template, extended)
+    extended.chat_template = chat_template(template, extended, image_first=first)
     if template.sep_style is SeparatorStyle.GEMMA:
         messages = [message for message in messages if message["role"] != "system"]
-    record = as_record({"messages": messages})
-    turns = record["conversations"]
+    turns = as_record({"messages": messages})["conversations"]
+    if first:
+        turns = [turn | {"value": image_first(turn["value"])} for turn in turns]
     expected = preprocess(turns, plain, template)
     assert ids_of(messages, extended) == expected.input_ids.tolist()
     encoding = extended.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)

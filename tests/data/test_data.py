@@ -69,9 +69,13 @@ def test_a_folder_stands_for_every_file_below_it_and_nothing_there_is_passed_ove
 
     write("b.jsonl", "a/2.jsonl", "a/1.jsonl", "c/d/e.jsonl", ".hidden.json", ".hidden/x.json", "dataset_info.json")
     (tmp_path / "c/up").symlink_to(tmp_path)
+    (tmp_path / "e").symlink_to("a")
     (tmp_path / "a.png").write_bytes(b"")
-    names = [record["id"] for record in load_records(str(tmp_path))]
-    assert names == ["a/1.jsonl", "a/2.jsonl", "b.jsonl", "c/d/e.jsonl"]
+    named = ["a/1.jsonl", "a/2.jsonl", "b.jsonl", "c/d/e.jsonl"]
+    for _ in range(2):  # with our own files there the second time
+        assert [record["id"] for record in load_records(str(tmp_path), str(tmp_path / "cache"))] == named
+    assert [record["id"] for record in load_records(f"{tmp_path}/a/**")] == named[:2]
+    (tmp_path / "e").unlink()
     for name, message in (
         ("b.parquet", "1 Parquet files and 4 of JSON, which may be"),
         ("b.csv", "b.csv would not"),

@@ -56,6 +56,7 @@ CASES = {
     "no utf-8": (b'{"id": "\xff\xfe", "conversations": []}', "text", "not UTF-8, or half of"),
     "placeholders": ({"image": ["a.png", "a.png"], "conversations": TURNS}, "placeholders", "1 <image> .* 2 images"),
     "no answer": ({"image": "a.png", "conversations": [HUMAN]}, "turns", "nothing to learn"),
+    "system": ({"conversations": [{"from": "system", "value": "Hi"}, *TEXT]}, "turns", "no place for a system turn"),
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
     "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
     "marker alone": (
@@ -69,8 +70,8 @@ CASES = {
 def test_each_fault_has_its_kind_and_names_file_and_record(tmp_path, pictures, case):
     line, kind, message = CASES[case]
     table = jsonl(tmp_path / "a.jsonl", [line, {"id": "good", "image": "a.png", "conversations": TURNS}])
-    masking = "upstream" if case == "tag" else "assistant"
-    found, path = preflight(table, pictures, rules(label_masking=masking), show_progress=False)
+    masking, version = "upstream" if case == "tag" else "assistant", "gemma_instruct" if case == "system" else "chatml"
+    found, path = preflight(table, pictures, rules(version, masking), show_progress=False)
     listed = found.faults | found.warnings
     assert list(listed) == [kind] and len(listed[kind]) == 1 and path.is_file()
     index, text = listed[kind][0]
@@ -121,6 +122,11 @@ def test_a_table_without_records_is_another_table(tmp_path):
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_labels_that_the_template_lacks_are_refused_before_the_data_is_read(capsys):
+    options = ["--data_path", "/nowhere.json", "--version", "qwen_3", "--label_masking", "upstream"]
+    assert command.main(options) == 2 and "pass --label_masking assistant" in capsys.readouterr().err
 
 
 @pytest.mark.slow
