@@ -10,6 +10,7 @@ import logging
 import math
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_te
 from llava.data.checks import ImagePlace
 from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids, preprocess
+from llava.data.turns import image_first, moves_pictures, parse_turns
 from llava.mm_utils import KeywordsStoppingCriteria, process_prompt_images
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
@@ -91,7 +93,13 @@ class Assistant(NamedTuple):
 
     def _ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
         tags = getattr(self.model.config, "mm_use_im_start_end", False)
-        return generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
+        return generation_ids(self._placed(turns), self.tokenizer, self.template, mm_use_im_start_end=tags)
+
+    def _placed(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The turns with their pictures where training put them."""
+        if not moves_pictures(self.model.config):
+            return turns
+        return [{"from": speaker, "value": image_first(text)} for speaker, text in parse_turns(turns)]
 
     def prompt_text(self, turns: list[dict[str, str]]) -> str:
         """The prompt as text."""
@@ -122,8 +130,8 @@ class Assistant(NamedTuple):
         counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
         pictures, shown, images = self._pixels(pictures, counts)
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
-        input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
+        rows = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        input_ids, mask = rows(prompts), rows([torch.ones_like(ids) for ids in prompts])
         input_ids = input_ids.to(self.model.device)
         pad = self.tokenizer.pad_token_id
         output = self.model.generate(
@@ -159,7 +167,8 @@ class Assistant(NamedTuple):
             if [turn["from"] for turn in turns].count("gpt") != 1 or turns[-1]["from"] != "gpt":
                 raise ValueError(f"{self.name}: expected one answer, at the end, found {turns}")
             shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
-            samples.append(preprocess(turns, self.tokenizer, self.template, mm_use_im_start_end=tags, has_image=shows))
+            options = {"mm_use_im_start_end": tags, "has_image": shows}
+            samples.append(preprocess(self._placed(turns), self.tokenizer, self.template, **options))
         counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in samples]
         pictures, _, images = self._pixels(pictures, counts)
         sides = [[getattr(sample, name) for sample in samples] for name in ("input_ids", "labels")]

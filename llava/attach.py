@@ -135,6 +135,7 @@ def load_attached(folder: str, **options: Any) -> PreTrainedModel:
         raise ValueError(f"load_attached {folder}: config.json has {RECORD}, but the weights lack {', '.join(lost)}")
     for norm in attached_norms(model):
         check_finite(dict(norm.named_parameters()), f"load_attached {folder}: {CHILD}")
+        norm.train(norm.training)
     _guard(model.config)
     _keep_names(model)
     return model

@@ -326,5 +326,6 @@ class KeywordsStoppingCriteria(StoppingCriteria):
     def _prompt_length(self, output_ids: torch.Tensor) -> int:
         length = self.prompt.shape[1]
         head = output_ids[:, :length]
-        prompt = self.prompt.to(output_ids.device).expand(head.shape[0], -1) if len(self.prompt) == 1 else self.prompt
-        return length if head.shape == prompt.shape and bool((head == prompt.to(head.device)).all()) else 0
+        beams = max(1, len(head) // len(self.prompt))  # rows of each prompt
+        prompt = self.prompt.to(head.device).repeat_interleave(beams, 0)
+        return length if head.shape == prompt.shape and bool((head == prompt).all()) else 0

@@ -158,7 +158,10 @@ def load_pretrained_model(
     if model_base is None:
         model = load_language_model(model_path, config, **options)
     else:
-        model = _load_on_base(model_path, model_base, config, is_lora=lora_file is not None, **options)
+        base = read_config(model_base)
+        for field, value in (overwrite_config or {}).items():
+            setattr(base, field, value)
+        model = _load_on_base(model_path, model_base, base, config, is_lora=lora_file is not None, **options)
     model.eval()
 
     tokenizer = load_tokenizer(model_base or model_path)
@@ -172,9 +175,9 @@ def load_pretrained_model(
 
 
 def _load_on_base(
-    model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any
+    model_path: str, model_base: str, base: PretrainedConfig, config: PretrainedConfig, is_lora: bool, **options: Any
 ) -> LlavaMetaForCausalLM:
-    """A base model with what a stage-1 or LoRA folder adds, and with the tower of its config if the base has none."""
+    """A model with the config `base`, what a stage-1 or LoRA folder adds, and the tower of `config` if it has none."""
     adapter = Path(model_path, ADAPTER_FILE)
     if not is_lora and not adapter.is_file():
         raise FileNotFoundError(
@@ -182,7 +185,7 @@ def _load_on_base(
             "omit it for a complete checkpoint"
         )
     warn_of_other_base(model_path, model_base)
-    model = load_language_model(model_base, **options)
+    model = load_language_model(model_base, base, **options)
     for field, value in config.to_dict().items():
         if field.startswith(("mm_", "image_", "tokenizer_")):
             setattr(model.config, field, value)

@@ -47,12 +47,16 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
             f"{model_path}: projector_hidden_act={activation!r}, multimodal_projector_bias={bias}, "
             f"vision_feature_layer={layer}; expected 'gelu', True and one layer, as LLaVA 1.5 has"
         )
-    feature = "cls_patch" if config.vision_feature_select_strategy == "full" else "patch"
+    strategy, tower = config.vision_feature_select_strategy, TOWERS[vision.model_type]
+    if strategy == "default" and not tower.num_prefix_tokens:
+        what = f"a patch: {vision.model_type!r} has no class token"
+        raise ValueError(f"{model_path}: vision_feature_select_strategy='default' drops {what}; expected 'full'")
+    feature = "cls_patch" if strategy == "full" and "cls_patch" in tower.select_features else "patch"
     published = {
         "mm_vision_tower": vision._name_or_path or model_path,
         "mm_vision_config": vision.to_dict(),
         "mm_vision_select_layer": config.vision_feature_layer,
-        "mm_vision_select_feature": feature if feature in TOWERS[vision.model_type].select_features else "patch",
+        "mm_vision_select_feature": feature,
         "mm_projector_type": "mlp2x_gelu",
         "mm_projector_norm": "none",
         "mm_hidden_size": vision.hidden_size,

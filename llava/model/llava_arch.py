@@ -5,11 +5,13 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -309,12 +311,14 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
         labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
         placeholders = ((ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
-        rules = self.crop_rules()
-        if rules.is_anyres:
-            pixels, pictures = match_crops(images, image_sizes, placeholders)
-        else:
-            pixels, pictures = match_images(images, placeholders), [Picture()] * sum(placeholders)
-        visual_tokens = [rules.visual_tokens(picture) for picture in pictures]
+        pixels, pictures, visual_tokens = None, [], []
+        if self.get_vision_tower() is not None:
+            rules = self.crop_rules()
+            if rules.is_anyres:
+                pixels, pictures = match_crops(images, image_sizes, placeholders)
+            else:
+                pixels, pictures = match_images(images, placeholders), [Picture()] * sum(placeholders)
+            visual_tokens = [rules.visual_tokens(picture) for picture in pictures]
         max_length = getattr(self.config, "tokenizer_model_max_length", None) if cuts else None
         layout = lay_out(ids, mask, labels, visual_tokens, max_length, pictures)
         if not cuts:
@@ -437,6 +441,9 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
             check_fits(text_lengths(inputs, attention_mask), self.config)
+            masks, rows = attention_mask.bool(), partial(pad_sequence, batch_first=True, padding_side="left")
+            inputs = rows([row[mask] for row, mask in zip(inputs, masks, strict=True)])
+            attention_mask = rows([mask[mask] for mask in masks])
             return parent.generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         newline = self.get_model().image_newline
         with gathered([] if newline is None else newline):  # ZeRO-3 gathers in a module's forward, and this is none

@@ -120,6 +120,37 @@ def test_a_stage_1_checkpoint_captions_and_says_so_and_cannot_chat(ask, talk, ti
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("masking", ["assistant", "upstream"])
+def test_a_picture_is_asked_about_where_training_put_it(assistant, monkeypatch, masking):
+    monkeypatch.setattr(assistant.model.config, "mm_label_masking", masking, raising=False)
+    question = {"from": "human", "value": f"{LINE}\n<image>"}
+    record = [question, {"from": "gpt", "value": "Yes"}]
+    trained_on = preprocess(record, assistant.tokenizer, assistant.template, label_masking=masking).input_ids
+    asked = assistant.prompt_ids([question])
+    assert torch.equal(trained_on[: len(asked)], asked)
+    red, first = Image.new("RGB", (20, 16), COLOURS["red"]), question | {"value": f"<image>\n{LINE}"}
+    same = assistant.log_probabilities([record, [first, record[1]]], [red, red])
+    assert (same[0] == pytest.approx(same[1], abs=1e-4)) == (masking == "upstream")
+
+
+def test_a_batch_of_a_plain_language_model_gives_the_answers_of_its_prompts_alone(tiny):
+    plain = load_assistant(str(tiny / "llama"), None, "chatml")
+    asked = [[{"from": "human", "value": text}] for text in ("hi", "What is the colour of the sky?", "abc def")]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    alone = [plain.answer([turns], [], **options)[0] for turns in asked]
+    assert plain.answer(asked, [], **options) == alone
+    rows = [plain.prompt_ids(turns) for turns in asked]
+    right, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (rows, [r * 0 + 1 for r in rows]))
+    new = plain.model.generate(right, attention_mask=mask, pad_token_id=0, **options)  # padded on the other side
+    assert plain.tokenizer.batch_decode(new, skip_special_tokens=True) == [
+        plain.tokenizer.decode(plain.model.generate(r[None], pad_token_id=0, **options)[0], skip_special_tokens=True)
+        for r in rows
+    ]
+    records = [[*turns, {"from": "gpt", "value": "yes"}] for turns in asked]
+    expected = [plain.log_probabilities([record], [])[0] for record in records]
+    assert plain.log_probabilities(records, []) == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_later_turn_is_asked_with_the_history_that_training_would_write(talk, assistant):
     result = talk(f"{LINE}\nReally?\n", "--debug")
     assert result.status == 0 and result.printed.endswith("exit...\n") and "Traceback" not in result.error

@@ -142,6 +142,16 @@ def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_p
             load.from_pretrained(tmp_path)
 
 
+def test_a_norm_that_is_not_learnable_stays_so_when_it_is_loaded_and_under_peft(llava, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = attach(copy.deepcopy(llava), learnable=False)
+    model.save_pretrained(tmp_path)
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    for trained in (load_attached(str(tmp_path)), peft.get_peft_model(model, lora).train()):
+        fixed = [not p.requires_grad for name, p in trained.named_parameters() if "mm_norm" in name]
+        assert len(fixed) >= 2 and all(fixed)
+
+
 @pytest.fixture(scope="module")
 def llava():
     return saved_models.filled(SAVED["llava"].model()).eval()

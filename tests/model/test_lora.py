@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from paths import GOLDEN
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -196,16 +197,31 @@ def test_stock_peft_reads_the_folder(tiny, trained):
     torch.testing.assert_close(logits(adapted), logits(model), rtol=0, atol=1e-6)
 
 
-def test_merged_checkpoint_stands_alone_and_computes_the_same(tiny, trained, tmp_path):
+def test_a_changed_field_reaches_the_base_too(tiny, trained):
+    changes = {"max_position_embeddings": 99, "image_aspect_ratio": "pad"}
+    options = {"device": "cpu", "overwrite_config": changes}
+    *_, model, _, context = load_pretrained_model(str(trained[0]), str(tiny / "llama"), "x", **options)
+    assert context == 99 and changes.items() <= model.config.to_dict().items()
+
+
+def test_merged_checkpoint_stands_alone_and_computes_the_same(tiny, trained, tmp_path, monkeypatch):
+    """Moved, and by its name on the hub."""
     folder, model = trained
     merge_lora.merge_lora(str(folder), str(tiny / "llama"), str(tmp_path / "out"))
-    merged = shutil.move(tmp_path / "out", tmp_path / "moved")
+    repository = tmp_path / "hub/models--me--merged"
+    for name in ("snapshots", "refs"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs/main").write_text("a" * 40)
+    merged = shutil.move(tmp_path / "out", repository / "snapshots" / ("a" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config = json.loads((merged / "config.json").read_text())
     config["mm_vision_tower"] = "/nowhere"
     (merged / "config.json").write_text(json.dumps(config))
-    tokenizer, loaded, image_processor, _ = load_pretrained_model(str(merged), None, "llava", device="cpu")
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
-    assert tokenizer("a")["input_ids"] and image_processor.size["height"] == 16
+    for path in (str(merged), "me/merged"):
+        tokenizer, loaded, image_processor, _ = load_pretrained_model(path, None, "llava", device="cpu")
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+        assert tokenizer("a")["input_ids"] and image_processor.size["height"] == 16
     assert not (merged / "adapter_config.json").exists() and not hasattr(loaded, "peft_config")
 
 

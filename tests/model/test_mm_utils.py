@@ -132,6 +132,8 @@ def test_generation_stops_at_a_keyword_that_was_generated(with_prompt):
         generated = torch.tensor([tokenizer(text).input_ids], dtype=torch.long)
         output = torch.cat([prompt, generated], dim=1) if with_prompt else generated
         assert stop(output, None).tolist() == [expected]
+        several = KeywordsStoppingCriteria(["###"], tokenizer, prompt.repeat(2, 1))
+        assert several(output.repeat(4, 1), None).tolist() == [expected] * 4  # two beams of each prompt
 
 
 def test_saved_tokenizer_is_the_same_for_older_releases(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig
+from transformers.utils import cached_file
 
 from llava.model.multimodal_encoder.towers import TOWERS, VisionTower
 
@@ -46,23 +47,24 @@ def build_vision_tower(config: PretrainedConfig) -> VisionTower:
     )
 
 
-def has_image_processor(folder: str) -> bool:
-    """Whether a local folder holds an image processor, in its own file or in that of a whole processor."""
-    return Path(folder, "preprocessor_config.json").exists() or bool(_in_processor(folder))
+def has_image_processor(folder_or_id: str, cache_dir: str | None = None) -> bool:
+    """Whether a folder or hub id holds an image processor, in its own file or in that of a whole processor."""
+    own, whole = (
+        cached_file(folder_or_id, name, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
+        for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    return bool(own or (whole and "image_processor" in json.loads(Path(whole).read_text(encoding="utf-8"))))
 
 
-def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProcessor:
+def load_image_processor(folder_or_id: str, tower: VisionTower, cache_dir: str | None = None) -> BaseImageProcessor:
     """The image processor stored with a checkpoint or vision encoder.
 
     It always runs on the PIL backend, so that pixels are the same everywhere. A local folder without an image processor
     gets the encoder family's default at the tower's image size. ValueError where it makes another size.
     """
-    if Path(folder_or_id, "preprocessor_config.json").exists() or not Path(folder_or_id).is_dir():
-        processor = tower.image_processor_class.from_pretrained(folder_or_id)
-    elif settings := _in_processor(folder_or_id):
-        processor = tower.image_processor_class.from_dict(settings)
-    else:
+    if Path(folder_or_id).is_dir() and not has_image_processor(folder_or_id):
         return tower.default_image_processor()
+    processor = tower.image_processor_class.from_pretrained(folder_or_id, cache_dir=cache_dir)
     processor: Any = tower.fit_image_processor(processor)
     size = getattr(processor, "crop_size" if getattr(processor, "do_center_crop", False) else "size", None)
     sides, side = (size["height"], size["width"]) if size else (None, None), tower.image_size
@@ -72,9 +74,3 @@ def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProc
             f"{side} x {side} (image_size in its config.json): correct the one that is wrong"
         )
     return processor
-
-
-def _in_processor(folder: str) -> dict[str, Any]:
-    """The image processor's part of `processor_config.json`, in which transformers 5 saves it."""
-    file = Path(folder, "processor_config.json")
-    return json.loads(file.read_text(encoding="utf-8")).get("image_processor", {}) if file.is_file() else {}

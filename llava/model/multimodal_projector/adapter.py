@@ -105,9 +105,10 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
     ]
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    theirs, ours = recorded.get("mm_projector_type"), getattr(config, "mm_projector_type", None)
-    if theirs and ours and theirs != ours:  # their parameters may have the same names and shapes
-        differences.append(f"mm_projector_type: adapter {theirs!r} (its config.json), flags {ours!r}")
+    for field in ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature"):
+        theirs, ours = recorded.get(field), getattr(config, field, None)
+        if None not in (theirs, ours) and theirs != ours:  # their parameters may have the same names and shapes
+            differences.append(f"{field}: adapter {theirs!r} (its config.json), flags {ours!r}")
     if "mm_projector_norm" in recorded:  # LLaVA's own folders lack it; there the parameters tell enough
         differences += [
             f"{field}: adapter {theirs!r} (its config.json), flags {ours!r}"

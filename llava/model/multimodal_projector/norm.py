@@ -77,6 +77,12 @@ class ProjectorNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=learnable) if self.has_bias else None
         self.reset_parameters()
 
+    def train(self, mode: bool = True) -> "ProjectorNorm":
+        """Keeps a norm that is not learnable out of training: loading and PEFT make every parameter trainable."""
+        if not self.learnable:
+            self.requires_grad_(False)
+        return super().train(mode)
+
     @staticmethod
     def gain_for(target: float, hidden_size: int) -> float:
         """The gain that gives a visual token the norm `target` (paper eq. 11)."""
