@@ -30,7 +30,7 @@ WITHOUT_EFFECT = (
     "gradient_checkpointing hang_timeout cache_dir telemetry_steps profile_steps "
     "evaluation_strategy "
     # The library's.
-    "output_dir resume_from_checkpoint load_best_model_at_end per_device_eval_batch_size logging_* log_* save_* eval_* "
+    "output_dir resume_from_checkpoint per_device_eval_batch_size logging_* log_* save_* eval_* "
     "hub_* push_to_hub trackio_* ddp_timeout ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
     "ddp_find_unused_parameters dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order run_name local_rank project "
@@ -248,7 +248,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self):
         if self.warmup_ratio:
             if self.warmup_steps:
-                raise ValueError("--warmup_ratio and --warmup_steps were both given; pass one of them")
+                raise ValueError("--warmup_ratio and --warmup_steps: pass one of them; WARMUP_RATIO= drops a script's")
             if not 0 <= self.warmup_ratio < 1:
                 raise ValueError(f"--warmup_ratio {self.warmup_ratio}: must be in [0, 1)")
             self.warmup_steps = self.warmup_ratio

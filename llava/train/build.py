@@ -12,13 +12,13 @@ from llava.conversation import get_template
 from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
 from llava.data.preprocess import write_parts
 from llava.data.records import RecordTable
-from llava.mm_utils import load_tokenizer
+from llava.mm_utils import from_anywhere, load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, quantization_config, read_config
 from llava.model.context import context_length
 from llava.model.decoding import unused
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, most_crops
@@ -27,7 +27,7 @@ from llava.train.heldout import HeldOut, eval_data_arguments
 from llava.train.kernels import set_up_kernels
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.memory import set_up_checkpointing
-from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_up_parts, tunable_parts, weight_dtypes
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, PARTS, VISION_TOWER, set_up_parts, tunable_parts, weight_dtypes
 from llava.train.zero import fit_zero
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,9 @@ def build_model(
     attention = model_args.attn_implementation
     if training_args.padding_free:
         attention = packed_attention(attention, training_args.device, frozen_dtype)
-    if training_args.mm_vision_tower_lr is not None and VISION_TOWER not in parts:
-        logger.warning("--mm_vision_tower_lr has no effect: the vision tower is not trained; leave it out")
+    for flag, part in (("mm_vision_tower_lr", VISION_TOWER), ("mm_projector_lr", ADAPTER)):
+        if getattr(training_args, flag) is not None and part not in parts:
+            logger.warning("--%s has no effect: %s is not trained; leave it out", flag, part)
     quantization: dict[str, Any] = {}
     if training_args.bits < 16:
         config = quantization_config(training_args.bits, frozen_dtype)
@@ -85,9 +86,11 @@ def build_model(
         model.lm_head.to(frozen_dtype)
     if note := unused(path, model.file_decoding):
         logger.info("%s", note)
-    decoder = model.get_model()
-    if decoder.get_vision_tower() is None and not model_args.vision_tower:
+    decoder, named = model.get_model(), model_args.vision_tower
+    if decoder.get_vision_tower() is None and not named:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
+    if decoder.get_vision_tower() and named and from_anywhere(named) != (own := model.config.mm_vision_tower):
+        logger.warning("--vision_tower %s is not read: the checkpoint in %s keeps its own tower, %s", named, path, own)
     decoder.initialize_vision_modules(model_args, dtype=large_dtype if VISION_TOWER in parts else frozen_dtype)
     if training_args.deepspeed:
         rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
@@ -109,7 +112,7 @@ def record_choices(
     """Writes into the model's config what the flags chose, from which a checkpoint is rebuilt."""
     config = model.config
     config.use_cache = False
-    config.mm_conv_version = model_args.version
+    config.mm_conv_version, config.mm_label_masking = model_args.version, data_args.label_masking
     config.mm_tunable_parts = ",".join(part for part in PARTS if part in parts)
     for field in CONFIG_FLAGS:
         setattr(config, field, getattr(model_args, field))
@@ -157,12 +160,16 @@ def build_trainer(
     **options: Any,
 ) -> LLaVATrainer:
     """The trainer on `records`, which measures the loss of `eval_records`; `options` are those of `LLaVATrainer`."""
-    path, max_length = model_args.model_name_or_path, training_args.model_max_length
-    tokenizer = tokenizer or training_tokenizer(path, max_length, training_args.cache_dir)
+    path, max_length, cache_dir = model_args.model_name_or_path, training_args.model_max_length, training_args.cache_dir
+    tokenizer = tokenizer or training_tokenizer(path, max_length, cache_dir)
     warn_of_split_markers(model_args.version, tokenizer)
     tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
-    image_processor = load_image_processor(model_args.vision_tower or path, tower)
+    own = getattr(read_config(path, cache_dir=cache_dir), "mm_vision_tower", None)
+    if own and has_image_processor(path, cache_dir):
+        image_processor = load_image_processor(path, tower, cache_dir)
+    else:
+        image_processor = load_image_processor(model.config.mm_vision_tower, tower)
     dataset = LazySupervisedDataset(
         records,
         tokenizer,

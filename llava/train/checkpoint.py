@@ -12,6 +12,7 @@ not a checkpoint.
 import contextlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -180,8 +181,9 @@ def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> Non
     """Raises ValueError if the disk is too small for checkpoints, one more during a save, and the final folder."""
     output_dir, each = Path(args.output_dir), checkpoint_bytes(model, args)
     strategy: Any = args.save_strategy  # the library has made an enum of it
-    every = args.save_steps if strategy.value == "steps" else max_steps
-    saves = 0 if strategy.value == "no" else max(1, int(max_steps // max(1, every)))
+    every = args.save_steps * (max_steps if args.save_steps < 1 else 1)
+    by_strategy = {"no": 0, "epoch": math.ceil(args.num_train_epochs), "steps": max(1, int(max_steps // every))}
+    saves = by_strategy[strategy.value]
     limit = max(args.save_total_limit or saves, 2 if args.metric_for_best_model else 1)  # the newest and the best
     needed = (min(saves, limit + 1) * each + model_bytes(model)) / 2**30
 
@@ -280,7 +282,8 @@ def what_is_there(folder: Path) -> str:
     """What a folder holds that a new run would replace, in words; empty if nothing would be lost."""
     log = folder / LOG_FILE
     lines = len(log.read_text().splitlines()) if log.is_file() else 0
-    whole = [f.name for f in checkpoints(folder) if (f / COMPLETE).is_file()]
+    foreign = not (folder / SETTINGS_FILE).is_file()  # this trainer writes that before a checkpoint
+    whole = [f.name for f in checkpoints(folder) if foreign or (f / COMPLETE).is_file()]
     return ", ".join([*whole, *[f"a log of {lines} lines"] * bool(lines), *(f.name for f in _model_files(folder))])
 
 

@@ -17,6 +17,7 @@ from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight, usable_records, write_quarantine
 from llava.data.records import RecordTable, load_records, source_lines
+from llava.data.turns import check_label_masking
 from llava.model.builder import quantization_config
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.heldout import eval_data_arguments
@@ -38,7 +39,7 @@ _POSITIVE = (
 
 def check_flags(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or ImportError if a flag is wrong; the message names the flag and says what to do."""
-    get_template(model_args.version)
+    check_label_masking(data_args.label_masking, get_template(model_args.version))
     check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
     if training_args.bits < 16:
         quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
@@ -70,6 +71,8 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
         yield "--length_group_window has no effect without --group_by_modality_length True"
     if args.train_sampling_strategy not in ("random", "sequential"):  # by length: --group_by_modality_length
         yield f"--train_sampling_strategy {args.train_sampling_strategy}: expected random or sequential"
+    if args.train_sampling_strategy == "sequential" and args.group_by_modality_length:
+        yield "--train_sampling_strategy sequential does not go with --group_by_modality_length True; choose one"
 
     if not data_args.eval_data_path:
         flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
@@ -84,6 +87,8 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         schedule = SchedulerType(args.lr_scheduler_type).value
         yield f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"
+    if args.lr_scheduler_type == "constant" and args.warmup_steps:
+        yield "--lr_scheduler_type constant has no warm-up; take constant_with_warmup, or WARMUP_RATIO="
 
     parts, lora = tunable_parts(model_args), ("lora_r", "lora_alpha", "lora_dropout", "bits")
     changed = [f"--{flag}" for flag in lora if getattr(args, flag) != getattr(TrainingArguments, flag)]

@@ -21,7 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava.model.language_model.families import decoder_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.utils.code_folders import refuse_shared_variable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ def set_up_kernels(model: LlavaMetaForCausalLM, args: Any) -> None:
         compile_layers(model.get_model().vision_tower.layers)
     decide_liger(model, args)
     if args.use_liger_kernel:
-        refuse_shared_variable("TRITON_CACHE_DIR")
         logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)  # it warns of kernels for other devices
         apply_liger(model)
 
@@ -112,8 +110,6 @@ def compile_layers(layers: torch.nn.ModuleList | list[Any], backend: str = "indu
 
     Recomputation of activations stays outside the compiled code, so that every variant of it works.
     """
-    refuse_shared_variable("TORCHINDUCTOR_CACHE_DIR")
-    refuse_shared_variable("TRITON_CACHE_DIR")
     forward: Any = type(layers[0]).forward
     if _FORWARD_CHECKPOINTS:
         forward = forward.__wrapped__  # without the library's checkpointing, which `_forward` puts back

@@ -243,8 +243,17 @@ class LLaVATrainer(Trainer):
         self.throughput.add(micro_batches, time.perf_counter() - start)
         self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
         every = self.state.logging_steps if self.args.telemetry_steps is None else self.args.telemetry_steps
-        self.probe.start_step(bool(every) and (self.state.global_step + 1) % every == 0)
+        measured = bool(every) and (self.state.global_step + 1) % every == 0
+        self.probe.start_step(measured, self.loss_scale() if measured and self.args.fp16 else 1.0)
         return steps, num_items
+
+    def loss_scale(self) -> float:
+        """What fp16 multiplies the loss by before the coming backward pass; on a CPU nothing does."""
+        engine: Any = self.model_wrapped
+        scaler = self.accelerator.scaler
+        if self.is_deepspeed_enabled:
+            return engine.optimizer.cur_scale
+        return scaler.get_scale() if scaler else 1.0
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Runs the micro-batches `inputs` of one step forward and backward; returns the step's loss.

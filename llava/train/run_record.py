@@ -76,15 +76,13 @@ def run_settings(
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
-    if plugins.digests:
-        settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in sorted(plugins.digests.items()))
+    settings |= plugins.recorded()
 
     def contents() -> Settings:  # the same wherever the files are
         base, tower, cache_dir = model_args.model_name_or_path, model_args.vision_tower, training_args.cache_dir
-        if not tower:
-            config = read_config(base, cache_dir=cache_dir)
-            if not getattr(config, "mm_vision_config", None):  # LLaVA's checkpoints may leave the tower where it was
-                tower = getattr(config, "mm_vision_tower", None)
+        config = read_config(base, cache_dir=cache_dir)
+        if own := getattr(config, "mm_vision_tower", None):  # LLaVA's checkpoints may leave the tower where it was
+            tower = None if getattr(config, "mm_vision_config", None) else own
         digests: Settings = {
             "language_model_files": model_digest(base, cache_dir),
             "vision_tower_files": tower and model_digest(tower),

@@ -86,9 +86,9 @@ class NormProbe:
         if self.norm is not None:
             self.norm.register_forward_hook(self._see_norm)
 
-    def start_step(self, measured: bool) -> None:
+    def start_step(self, measured: bool, loss_scale: float = 1.0) -> None:
         """Switches the hooks on for a step that is measured, and off for one that is not."""
-        self.active, self.dummy = measured, False
+        self.active, self.dummy, self.loss_scale = measured, False, loss_scale
         self.squared_gradients: Values = dict.fromkeys(GRADIENTS, 0.0)
         self.sums: Values = dict.fromkeys(MEANS, 0.0)
         self.counts: Values = dict.fromkeys(MEANS, 0)
@@ -144,7 +144,8 @@ class NormProbe:
         seen = [name for name in MEANS if sums[f"count {name}"]]
         metrics = {f"norm/{name}": sums[f"sum {name}"] / sums[f"count {name}"] for name in seen}
         # The Trainer multiplies each rank's loss by the number of ranks, because gradients are averaged afterwards.
-        return metrics | {f"grad_norm/{p}": sums[f"square {p}"] ** 0.5 / ranks for p in seen if p in GRADIENTS}
+        scale = ranks * self.loss_scale
+        return metrics | {f"grad_norm/{p}": sums[f"square {p}"] ** 0.5 / scale for p in seen if p in GRADIENTS}
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -343,12 +344,20 @@ class StepProfiler(TrainerCallback):
             self.profile.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.profile is None or state.global_step != self.steps[-1]:
+        if self.profile is not None and state.global_step == self.steps[-1]:
+            self.on_train_end(args, state, control)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Writes the profile, which a signal or fewer steps than the flag names may end early."""
+        if self.profile is None:
+            if state.global_step < self.steps[0]:
+                logger.warning("--profile_steps: no step is profiled, the last one was %d", state.global_step)
             return
         self.profile.stop()
-        stem = Path(args.output_dir, "profile", f"steps_{self.steps[0]}-{self.steps[-1]}")
+        stem = Path(args.output_dir, "profile", f"steps_{self.steps[0]}-{state.global_step}")
         stem.parent.mkdir(parents=True, exist_ok=True)
         self.profile.export_chrome_trace(f"{stem}.trace.json.gz")
         order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         write_text(Path(f"{stem}.kernels.txt"), self.profile.key_averages().table(order, row_limit=60) + "\n")
-        logger.info("steps %d to %d are profiled: %s.*", self.steps[0], self.steps[-1], stem)
+        logger.info("steps %d to %d are profiled: %s.*", self.steps[0], state.global_step, stem)
+        self.profile = None

@@ -30,7 +30,6 @@ from llava.train.memory import AUTO, resolve_auto, runs_alone
 from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop import StopSignal
 from llava.train.zero import let_ninja_be_found
-from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.digests import warn_of_other_base
 from llava.utils.failures import REQUEUE_EXIT_CODE, Watchdog, of_flag, refusal
 from llava.utils.locks import InUse
@@ -40,8 +39,9 @@ logger = logging.getLogger("llava.train.train")  # the same name where the modul
 
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
     """Parses the flags, by default those of the process, trains, and writes the final folder."""
+    launched = "LOCAL_RANK" in os.environ  # `--deepspeed auto` may leave the launcher's group
     model_args, data_args, training_args = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
-    with training_process(training_args) as (watchdog, stop_signal):
+    with training_process(training_args, launched) as (watchdog, stop_signal):
         check_flags(model_args, data_args, training_args)
         paths = [model_args.model_name_or_path, model_args.vision_tower, model_args.pretrain_mm_mlp_adapter]
         paths += [*(data_args.data_path or "").split(","), data_args.image_folder]
@@ -75,6 +75,8 @@ def train_in_folder(
 
     if (adapter := model_args.pretrain_mm_mlp_adapter) and training_args.process_index == 0:
         warn_of_other_base(adapter, path, settings["language_model_files"])
+        if tower := settings["vision_tower_files"]:
+            warn_of_other_base(adapter, str(model_args.vision_tower), tower, "vision_tower_files")
     set_seed(training_args.seed)
     use_converted_states(start.checkpoint, training_args)
     model = build_model(model_args, data_args, training_args)
@@ -134,7 +136,6 @@ def parse_arguments(
     """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first."""
     if any(arg.startswith("--deepspeed") for arg in argv):
         let_ninja_be_found()
-        refuse_shared_variable("TORCH_EXTENSIONS_DIR")
         chooses_none = runs_alone() and read_flags(argv).deepspeed == AUTO  # ranks that are alone take no DeepSpeed
         if not torch.accelerator.is_available() and not chooses_none:
             use_gloo_backend()
@@ -145,7 +146,7 @@ def parse_arguments(
 
 
 @contextlib.contextmanager
-def training_process(training_args: TrainingArguments) -> Iterator[tuple[Watchdog, StopSignal]]:
+def training_process(training_args: TrainingArguments, launched: bool) -> Iterator[tuple[Watchdog, StopSignal]]:
     """A context to train in: the first rank logs, signals are handled, and an error leaves a report.
 
     After it every rank leaves the process group, and exits with the request for another start if a signal came.
@@ -171,7 +172,7 @@ def training_process(training_args: TrainingArguments) -> Iterator[tuple[Watchdo
     leave_process_group()
     if stop_signal.stopped:
         # A launcher would start ranks with another status than 0 again; the folder shows that nothing is finished.
-        sys.exit(0 if "LOCAL_RANK" in os.environ else REQUEUE_EXIT_CODE)
+        sys.exit(0 if launched else REQUEUE_EXIT_CODE)
 
 
 def end_process(error: Exception) -> NoReturn:

@@ -29,8 +29,11 @@ def check_zero(args: TrainingArguments) -> None:
     """The part of `check_flags` about the file that `--deepspeed` names."""
     if not args.deepspeed:
         return
-    zero, fault = args.hf_deepspeed_config.config.get("zero_optimization", {}), ""
-    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+    config, fault = args.hf_deepspeed_config.config, ""
+    zero = config.get("zero_optimization", {})
+    if own := [name for name in ("optimizer", "scheduler") if name in config]:
+        fault = f"{', '.join(own)}: flags decide this (--optim, a rate for each part, ...); take it out of the file"
+    elif zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         fault = "stage3_gather_16bit_weights_on_model_save must be true, or the final folder would hold no weights"
     elif options := [name for name in _REFUSED if zero.get(name)]:
         fault = f"{', '.join(options)}: this trainer does not take it (docs/clusters.md); take it out of the file"

@@ -151,17 +151,18 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
 
 
 @pytest.mark.parametrize(
-    ("option", "fault"),
+    ("sections", "option", "fault"),
     [
-        ({"leaf_module": {"classes": ["Layer"]}}, "leaf_module: this trainer does not take it"),
-        ({"stage3_gather_16bit_weights_on_model_save": False}, "stage3_gather_16bit_weights_on_model_save must be"),
+        ({}, {"leaf_module": {"classes": ["Layer"]}}, "leaf_module: this trainer does not take it"),
+        ({}, {"stage3_gather_16bit_weights_on_model_save": False}, "stage3_gather_16bit_weights_on_model_save must be"),
+        ({"optimizer": {}, "scheduler": {}}, {}, "optimizer, scheduler: flags decide this"),
     ],
 )
-def test_options_of_zero_that_give_wrong_numbers_or_no_weights_are_refused_by_name(option, fault):
+def test_what_gives_wrong_numbers_or_no_weights_under_zero_is_refused_by_name(sections, option, fault):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
     with pytest.raises(ValueError, match=f"--deepspeed zero.json: {fault}"):
-        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero | option}))
+        check_zero(zero_arguments(3, 2, config=sections | {"zero_optimization": zero | option}))
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):

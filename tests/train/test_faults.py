@@ -161,6 +161,23 @@ def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monke
     assert not (tmp_path / "run/checkpoint-2").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "saves"),
+    [
+        ({"save_steps": 0.5}, 2),
+        ({"save_steps": 2500}, 2),
+        ({"save_strategy": "epoch", "num_train_epochs": 3}, 3),
+        ({"save_strategy": "no"}, 0),
+    ],
+)
+def test_room_is_asked_for_as_many_checkpoints_as_the_flags_write(tmp_path, monkeypatch, options, saves):
+    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda model, args: 2**30)
+    monkeypatch.setattr(checkpoint, "model_bytes", lambda model: 0)
+    monkeypatch.setattr(checkpoint, "free_gib", lambda folder: saves - 0.5)
+    with pytest.raises(ValueError, match=f"about {saves}.00 GiB"):
+        checkpoint.check_disk(None, TrainingArguments(output_dir=str(tmp_path), **options), 5000)
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """The folder of the fixture `tiny` with a model so wide that names and settings hardly count."""
@@ -304,6 +321,15 @@ def test_other_settings_replace_nothing(tiny, tmp_path, monkeypatch, state):
     assert snapshot(tmp_path) == held
 
 
+def test_checkpoints_of_another_trainer_are_refused_and_kept(tiny, tmp_path):
+    theirs = tmp_path / "checkpoint-24000/optimizer.pt"
+    theirs.parent.mkdir()
+    theirs.write_text("of a month's training")
+    with pytest.raises(ValueError, match="holds checkpoint-24000, but no resume.json"):
+        train_module.train(flags(tiny, tmp_path, 2))
+    assert theirs.is_file()
+
+
 def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, started):
     for file in (f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -327,9 +353,16 @@ def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     before = signal.getsignal(number)
     at_step(monkeypatch, 3, lambda *_: [os.kill(os.getpid(), number) for _ in range(2)])  # as terminal and launcher do
     argv = flags(tiny, tmp_path, 2, **SAVING)
+    if number == signal.SIGINT:  # torchrun's only rank, which leaves its group
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        argv += ["--deepspeed", "auto"]
     with pytest.raises(SystemExit) as stopped:
         train_module.train(argv)
-    assert stopped.value.code == REQUEUE_EXIT_CODE and signal.getsignal(number) == before
+    assert (
+        stopped.value.code == (0 if number == signal.SIGINT else REQUEUE_EXIT_CODE)
+        and signal.getsignal(number) == before
+    )
     assert not folder_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
     (line,) = [one.getMessage() for one in caplog.records if "stop" in one.getMessage()]
     name, place = signal.Signals(number).name, tmp_path / "checkpoint-3"

@@ -5,15 +5,20 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import saved_models
 import torch
+from analysis_commands import arguments
 from saved_models import SAVED
 from tiny_models import SIZES, make
 from training import flags, load
 from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
+from llava.analysis import measure, samples
+from llava.analysis.commands import NamedModel
 from llava.attach import attach, attached_norms
+from llava.compare.answers import described
 from llava.export.hf import export
 from llava.export.remote_code import code
 from llava.mm_utils import load_tokenizer
@@ -24,6 +29,7 @@ from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import train as train_module
 from llava.train.arguments import parse_flags
 from llava.utils import plugins
+from llava.utils.versions import made_by
 
 NORM = """
 from llava.model.multimodal_projector.norm import AlignedRMSNorm
@@ -111,6 +117,22 @@ def test_a_resume_with_another_digest_is_refused_with_both(tiny, tmp_path, train
     shutil.copy(run / "resume.json", tmp_path / "run")
     with pytest.raises(ValueError, match=f"plugins: .*{digest(path)}.*now .*{digest(changed)}"):
         train_module.train(flags(tiny, tmp_path / "run", 2, norm="half_rmsnorm", plugin=changed))
+
+
+def test_results_that_an_edited_file_would_change_are_not_reused(tiny, trained_half, half, tmp_path, monkeypatch):
+    run, out = trained_half[0], tmp_path / "out"
+    args = arguments("layer-norms", "--data", tiny / "data/finetune.json", "--samples", 1, "--output-dir", out)
+    drawn, identities = samples.choose(args), []
+    assert "plugins" not in made_by(())
+    monkeypatch.setenv("PLUGINS", str(half))
+    for gain in ("0.5", "0.5", "0.25"):
+        half.write_text(NORM.replace("0.5", gain))
+        forget()  # as another process
+        values = {"values_of": lambda *_: {"x": np.ones(1)}, "load": lambda *_: None}
+        measure.per_sample("x", NamedModel("m", run), drawn, args, **values)
+        identities.append(described(run, 1).identity())
+    assert len([*out.rglob("*.npz")]) == 2
+    assert identities[0] == identities[1] != identities[2]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -191,3 +191,10 @@ def test_profiled_steps_leave_a_trace_a_table_and_the_same_losses(tiny, tmp_path
         names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
     assert "aten::addmm" in (folder / "steps_2-3.kernels.txt").read_text()
+
+
+def test_a_profile_ends_with_the_training_and_one_that_never_began_is_named(tiny, tmp_path, caplog):
+    train_module.train(flags(tiny, tmp_path / "short", 1, profile_steps="2:9"))
+    assert (tmp_path / "short/profile/steps_2-2.kernels.txt").is_file()
+    train_module.train(flags(tiny, tmp_path / "none", 1, profile_steps="8:9"))
+    assert "no step is profiled, the last one was 2" in caplog.text

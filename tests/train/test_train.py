@@ -98,6 +98,17 @@ def test_intermediate_stage_1_folder_loads_on_its_language_model(tiny, stage_1):
     assert not model.training and image_processor is not None
 
 
+def test_an_adapter_of_another_tower_is_named(tiny, tmp_path, stage_1, caplog):
+    run(tiny, tmp_path / "same", 2, pretrain_mm_mlp_adapter=stage_1)
+    assert "other files" not in caplog.text
+    shutil.copytree(tiny / "siglip", tmp_path / "siglip")
+    config = tmp_path / "siglip/config.json"
+    config.write_text(config.read_text() + "\n")
+    run(tiny, tmp_path / "other", 2, pretrain_mm_mlp_adapter=stage_1, vision_tower=tmp_path / "siglip")
+    (warning,) = [message for message in caplog.messages if "other files" in message]
+    assert f"than {tmp_path}/siglip" in warning
+
+
 def test_stage_2_takes_the_norm_bit_for_bit_and_trains_every_part(tiny, tmp_path, stage_1):
     trained = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
     model = build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1)
@@ -127,6 +138,20 @@ def test_checkpoint_with_projector_refuses_other_norm_flags(tiny, tmp_path, stag
     model = build(tiny, tmp_path, 2, model_name_or_path=stage_1, vision_tower=None)
     saved = load_file(stage_1 / "model.safetensors")
     assert all(torch.equal(model.state_dict()[k], v) for k, v in saved.items())
+
+
+@pytest.mark.parametrize("tower", ["siglip", "other"])
+def test_a_checkpoint_keeps_its_tower_and_image_processor_whatever_tower_the_flags_name(
+    tiny, tmp_path, stage_1, caplog, tower
+):
+    base = shutil.copytree(stage_1, tmp_path / "base", ignore=shutil.ignore_patterns("checkpoint-*"))
+    processor = json.loads((base / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.2, 0.3]}
+    (base / "preprocessor_config.json").write_text(json.dumps(processor))
+    run(tiny, tmp_path / "run", 2, model=base, tower=tower, max_steps=1)
+    assert json.loads((tmp_path / "run/preprocessor_config.json").read_text())["image_mean"] == [0.1, 0.2, 0.3]
+    settings = json.loads((tmp_path / "run/resume.json").read_text())["settings"]
+    assert settings["vision_tower_files"] is None  # they are among the checkpoint's
+    assert ("other is not read" in caplog.text) == (tower == "other")
 
 
 @pytest.mark.slow
@@ -205,9 +230,12 @@ def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
     }
 
 
-def test_a_rate_of_a_frozen_tower_is_named(tiny, tmp_path, caplog):
-    build(tiny, tmp_path, 1, mm_vision_tower_lr=2e-6)
-    assert "--mm_vision_tower_lr has no effect" in caplog.text
+@pytest.mark.parametrize(("flag", "trained"), [("mm_vision_tower_lr", ADAPTER), ("mm_projector_lr", LANGUAGE_MODEL)])
+def test_a_rate_of_a_part_that_is_not_trained_is_named(tiny, tmp_path, caplog, flag, trained):
+    build(tiny, tmp_path, 2, mm_tunable_parts=trained, **{flag: 2e-6})
+    assert [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()] == [
+        f"--{flag} has no effect: {VISION_TOWER if 'tower' in flag else ADAPTER} is not trained; leave it out"
+    ]
 
 
 def test_the_next_command_has_the_norm_the_adapter_and_this_python(tmp_path, caplog):
@@ -226,6 +254,10 @@ def test_the_next_command_has_the_norm_the_adapter_and_this_python(tmp_path, cap
     ("overrides", "message"),
     [
         ({"data_path": "/nowhere.json"}, "--data_path /nowhere.json: no such file"),
+        (
+            {"data_path": "/nowhere.json", "version": "qwen_3", "label_masking": "upstream"},
+            "pass --label_masking assistant",
+        ),
         ({"vision_tower": None}, "--vision_tower is missing"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
         ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
@@ -235,13 +267,26 @@ def test_the_next_command_has_the_norm_the_adapter_and_this_python(tmp_path, cap
         ),
         ({"norm": "none", "mm_projector_norm_init": 0.5}, "_norm_init has no effect with --mm_projector_norm none"),
         ({"max_tokens_per_micro_batch": 9, "padding_free": False}, "_micro_batch needs --padding_free True"),
+        (
+            {"train_sampling_strategy": "sequential", "group_by_modality_length": True},
+            "sequential does not go with --group_by_modality_length True",
+        ),
         ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
         ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.5}, "constant has no warm-up; take constant_with_warmup"),
     ],
 )
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_module.train(flags(tiny, tmp_path, 1, **overrides))
+
+
+@pytest.mark.parametrize("change", [{"mm_vision_select_layer": -1}, {"mm_vision_select_feature": "cls_patch"}])
+def test_an_adapter_trained_on_other_features_of_the_tower_is_refused(tiny, tmp_path, change):
+    train_module.train(flags(tiny, tmp_path / "one", 1, tower="clip", max_steps=1, **change))
+    adapter = str(tmp_path / "one/mm_projector.bin")
+    with pytest.raises(ValueError, match=f"{[*change][0]}: adapter .*its config.json.*, flags"):
+        train_module.train(flags(tiny, tmp_path / "two", 2, tower="clip", pretrain_mm_mlp_adapter=adapter))
 
 
 @pytest.mark.parametrize(

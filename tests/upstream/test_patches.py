@@ -4,6 +4,7 @@ import ast
 import difflib
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
@@ -21,15 +23,15 @@ ORIGINALS = {TRAIN: "import os\n\n\ndef train():\n    pass\n", BUILDER: "x = 1\n
 PATCHED = {TRAIN: "import os\nimport ours\n\n\ndef train():\n    ours.go()\n    pass\n", BUILDER: "x = 1\nx += 1\n"}
 
 
-def load_apply(folder: Path):
-    spec = importlib.util.spec_from_file_location("apply", folder / "apply.py")
+def load(file: Path):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["apply"] = module  # dataclasses looks its module up there
+    sys.modules[file.stem] = module  # dataclasses looks its module up there
     spec.loader.exec_module(module)
     return module
 
 
-REAL = load_apply(ROOT / "patches")
+REAL = load(ROOT / "patches/apply.py")
 
 
 def unified(old: str, new: str, path: str) -> str:
@@ -175,7 +177,7 @@ WRITES += [(True, Path, "unlink", n) for n in range(3)]
 def test_a_write_that_fails_leaves_the_tree_as_it_was(
     repository, tree, monkeypatch, reverse, owner, name, failing_call
 ):
-    apply = load_apply(repository / "patches")
+    apply = load(repository / "patches/apply.py")
     if reverse:
         apply.run(tree)
     before, calls, function = snapshot(tree), iter(range(100)), getattr(owner, name)
@@ -243,3 +245,28 @@ def test_copied_files_need_nothing_that_upstream_lacks(path):
         assert all(name in allowed or name.split(".")[0] in allowed for name in names), names
         if isinstance(node, ast.ImportFrom) and node.module == "transformers":
             assert [alias.name for alias in node.names] == ["PretrainedConfig"]
+
+
+@pytest.mark.parametrize(("last", "status"), [(2.0, 0), (float("nan"), 1)])
+def test_a_nan_loss_fails_the_comparison_at_any_tolerance(tmp_path, monkeypatch, last, status):
+    def record(args, tree, python, path, runs):
+        for run in runs.values():
+            folder = Path(run["record"])
+            folder.mkdir(parents=True, exist_ok=True)
+            losses = [3.0, last] if tree == "ours" else [3.5, 2.0]
+            (folder / "record.json").write_text(json.dumps({"losses": losses, "order": [0, 1]}))
+            (folder / "config.json").write_text("{}")
+            torch.save({}, folder / "mm_projector.bin")
+
+    compare = load(ROOT / "patches/baseline/compare.py")
+    monkeypatch.setattr(compare, "record", record)
+    (tmp_path / "data.json").write_text("[{}, {}]")
+    values = dict.fromkeys(("upstream-python", "original", "patched", "model", "vision-tower"), "x")
+    values |= dict.fromkeys(("pretrain-images", "finetune-images"), "x")
+    values |= dict.fromkeys(("pretrain-data", "finetune-data"), tmp_path / "data.json")
+    values |= dict.fromkeys(("bf16", "gradient-checkpointing"), "True") | dict.fromkeys(("seed", "max-length"), 1)
+    values |= {"steps": 2, "batch": 1, "arms": "layernorm", "tolerance": "inf", "output": tmp_path / "out"}
+    monkeypatch.setattr(sys, "argv", ["compare.py", *compare.flags(values)])
+    assert compare.main() == status
+    stages = json.loads((tmp_path / "out/comparison.json").read_text())["arms"]["layernorm"]
+    assert [stage["largest_loss_difference"] for stage in stages.values()] == [float("inf") if status else 0.5] * 2
