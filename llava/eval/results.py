@@ -14,8 +14,6 @@ FORMAT = 1
 RESULTS_FILE = "results.json"
 LLAVA_COMMIT = "llava (git commit)"  # this tree among the versions of `Results`
 NEUTRAL = ("batch_size", "num_gpus")  # settings on which the scores do not depend
-CONTROLS = UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = "untouched", "blank", "shuffled", "text-only"
-"""Folders with the results of a checkpoint as it is, and with its pictures removed in three ways."""
 
 
 @dataclass(frozen=True)

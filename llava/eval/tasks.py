@@ -178,7 +178,7 @@ _TASKS = (
     Task("textvqa_val", "lmms-lab-encoder/textvqa", read=by_people),
     Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA", read=by_people),
     Task("seedbench", "lmms-lab-encoder/SEED-Bench", "seed_all,none", **_SEED),
-    *(Task(name, f"heldout/{name}", **_OWN) for name in ("scenes", "stamps", "probes")),
+    *(Task(name, f"heldout/{name}", **_OWN) for name in ("scenes", "probes")),
 )
 TASKS = {task.name: task for task in _TASKS}
 PAPER_COLUMNS = {task.column: task.name for task in _TASKS if task.column}

@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
 from llava.eval.results import RESULTS_FILE, TaskResult, read_results
+from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
 from llava.train.telemetry import LOG_FILE
 from llava.utils.files import write_text
@@ -103,14 +104,17 @@ def part_of(folder: Path) -> str:
 
 
 def norm_gain(folder: Path) -> float | None:
-    """Mean |gain| of the norm that ends the projector, the only vector named weight there, from the files alone."""
-    gains = []
+    """Mean |gain| of the norm that ends the projector, the last vector named weight there, from the files alone."""
+    weights = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            gains += [tensors.get_tensor(name) for name in filter(_GAIN.search, tensors.keys())]
-    if not gains and (folder / ADAPTER_FILE).is_file():
-        gains = [tensor for name, tensor in read_tensors(folder / ADAPTER_FILE).items() if _GAIN.search(name)]
-    return next((gain.double().abs().mean().item() for gain in gains if gain.ndim == 1), None)
+            weights |= {name: tensors.get_tensor(name) for name in filter(_GAIN.search, tensors.keys())}
+    for name in (ADAPTER_FILE, NON_LORA_FILE):
+        if not weights and (folder / name).is_file():
+            weights = {name: tensor for name, tensor in read_tensors(folder / name).items() if _GAIN.search(name)}
+    gains = [name for name, weight in weights.items() if weight.ndim == 1]
+    last = max(gains, key=lambda name: (len(name), name), default=None)  # module 10 is after 9
+    return None if last is None else weights[last].double().abs().mean().item()
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:

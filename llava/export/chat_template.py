@@ -55,7 +55,7 @@ _CHAT = """\
   {%- endif %}
   {%- if message['role'] == 'system' and loop.first %}
     SYSTEM
-  {%- elif message['role'] == 'user' %}
+  {%- elif message['role'] == 'user' %}PLACE
     {{- write(ns.user + TEXT + USER_END) }}
     {%- set ns.user = USER %}
   {%- elif message['role'] == 'assistant' and loop.last and not add_generation_prompt %}
@@ -75,6 +75,10 @@ _ONE_PICTURE = """
         {{- raise_exception('one picture per conversation: this model was trained to see several of them uncut') }}
       {%- endif %}
       {%- set ns.seen = true %}"""
+_IMAGE_FIRST = """
+    {%- if ns.said.split('<image>') | length == 2 and not ns.said.startswith('<image>') %}
+      {%- set ns.said = ('<image>\\n' + (ns.said.replace('<image>', '') | trim)) | trim %}
+    {%- endif %}"""
 _PIECES = {
     "SYSTEM": """\
 {{- write(SYSTEM_PREAMBLE.replace('{system}', ns.said) if ns.said else EMPTY_PREAMBLE) }}
@@ -91,6 +95,7 @@ def chat_template(
     tokenizer: PreTrainedTokenizerBase,
     mm_use_im_start_end: bool = False,
     several_pictures: bool = True,
+    image_first: bool = False,
 ) -> str:
     """The Jinja text; parts of a message are joined as `llava.data.messages` joins them.
 
@@ -99,8 +104,10 @@ def chat_template(
         tokenizer: decides what is written before a text: a BOS, a space.
         mm_use_im_start_end: whether training put tags around pictures.
         several_pictures: whether a conversation may have more than one; False raises at the second.
+        image_first: whether a turn's only picture is put before its text, as `llava.data.turns.image_first` does.
     """
     pieces, strings = dict(_PIECES) | {"COUNT": "" if several_pictures else _ONE_PICTURE}, _strings(template)
+    pieces["PLACE"] = _IMAGE_FIRST if image_first else ""
     if "SYSTEM_USER" not in strings:
         pieces["SYSTEM"] = pieces["REFUSE"]
     if _strips(template):

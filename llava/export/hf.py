@@ -36,6 +36,7 @@ from llava.anyres import CropRules, has_newline, is_anyres
 from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, answer_end, conv_templates
+from llava.data.turns import moves_pictures
 from llava.export import remote_code
 from llava.export.card import part_of
 from llava.export.chat_template import chat_template
@@ -107,6 +108,9 @@ def export(model_path: str, output_dir: Path, dtype: str | None = None, conv_mod
     """
     config = exportable_config(model_path)
     template = answering_template(config, model_path, conv_mode)
+    image_first = moves_pictures(config)
+    if not getattr(config, "mm_conv_version", None):
+        config.mm_label_masking = "upstream" if image_first else "assistant"  # which the name of a template would hide
     config.mm_conv_version = conv_mode or config.mm_conv_version
     with new_folder(output_dir) as folder:
         model = load_as_stored(model_path, config, dtype).eval()
@@ -115,7 +119,7 @@ def export(model_path: str, output_dir: Path, dtype: str | None = None, conv_mod
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
         tags = getattr(config, "mm_use_im_start_end", False)
         tokenizer.model_max_length = context_length(model.config)
-        jinja = chat_template(template, tokenizer, tags, several_pictures=fields["model_type"] != NEXT)
+        jinja = chat_template(template, tokenizer, tags, fields["model_type"] != NEXT, image_first)
         write_tokenizer(tokenizer, folder, jinja)
         image_processor = load_image_processor(model_path, model.get_vision_tower())
         write_processor(image_processor, fields, model.crop_rules(), folder)

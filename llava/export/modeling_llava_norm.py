@@ -92,14 +92,6 @@ class LlavaNormModel(_InitialGain, LlavaModel):
         self.language_model = AutoModel.from_config(config.text_config)
         self.post_init()
 
-    def train(self, mode: bool = True) -> "LlavaNormModel":
-        """Keeps a norm that is not learnable out of training."""
-        super().train(mode)
-        norm = self.multi_modal_projector.norm
-        if norm is not None and not norm.learnable:
-            norm.requires_grad_(False)  # loading makes every parameter trainable
-        return self
-
     def get_image_features(self, pixel_values: torch.Tensor, *args, **kwargs):
         """As the library's; SigLIP 2 NaFlex takes patches [N, P, patch * patch * 3], cut here from [N, 3, H, W]."""
         if self.config.vision_config.model_type == "siglip2_vision_model":

@@ -74,6 +74,10 @@ def test_the_gain_is_that_of_the_weight_files_in_both_layouts(tmp_path):
         tensors = {f"{prefix}0.weight": linear, f"{prefix}{norm}.weight": gain, f"{prefix}{norm}.bias": bias}
         save_file(tensors | {"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
         assert norm_gain(tmp_path) == 0.25
+    (tmp_path / "model.safetensors").unlink()
+    for name in ("non_lora_trainables.bin", "mm_projector.bin"):  # with a norm before the MLP too
+        torch.save({"mm_projector.9.weight": torch.ones(8), "mm_projector.10.weight": gain}, tmp_path / name)
+        assert norm_gain(tmp_path) == 0.25
 
 
 def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_card, tmp_path):

@@ -18,11 +18,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextForConditionalGeneration,
+    SiglipVisionConfig,
     pipeline,
 )
 
@@ -32,7 +34,7 @@ from llava.export import hf
 from llava.export.__main__ import main
 from llava.export.hf import export, file_name, new_folder
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
-from llava.model.builder import load_language_model, load_pretrained_model
+from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.hf_folder import CARRIED, WITH_NORM, hf_names
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -264,6 +266,20 @@ def test_a_projector_in_another_type_than_the_rest_stays_in_it_and_a_template_th
     assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_checkpoint_that_names_no_template_is_asked_with_the_picture_first_in_every_form(parts, tmp_path):
+    save(parts, tmp_path / "ours", version=None, norm="none")
+    export(str(tmp_path / "ours"), tmp_path / "hf", conv_mode="v1")
+    assert main(["llava", "--model-path", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "back")]) == 0
+    asked = [{"from": "human", "value": "What is it?\n<image>"}]
+    texts = {load_assistant(str(tmp_path / form), None, "v1").prompt_text(asked) for form in ("ours", "hf", "back")}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image"}]
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    assert len(texts) == 1 and all("USER: <image>\nWhat is it? ASSISTANT:" in text for text in (*texts, said))
+
+
 def test_a_folder_that_the_library_saved_again_keeps_its_image_processor(parts, tmp_path):
     save(parts, tmp_path / "ours", tower="siglip", norm="none")
     export(str(tmp_path / "ours"), tmp_path / "hf")
@@ -332,6 +348,15 @@ def test_a_published_folder_is_read_and_trained(parts, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     train(flags(parts, tmp_path / "run", 2, model_name_or_path=tmp_path / "hf", tower="clip", norm="none"))
     assert load_language_model(str(tmp_path / "run")).config.model_type == "llava_llama"
+
+
+def test_a_published_folder_whose_visual_tokens_lack_a_patch_is_refused(tmp_path):
+    vision = SiglipVisionConfig()
+    LlavaConfig(vision_config=vision, vision_feature_select_strategy="full").save_pretrained(tmp_path)
+    assert read_config(str(tmp_path)).mm_vision_select_feature == "patch"
+    LlavaConfig(vision_config=vision).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="vision_feature_select_strategy='default'.*expected 'full'"):
+        read_config(str(tmp_path))
 
 
 PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
