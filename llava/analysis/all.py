@@ -13,7 +13,6 @@ from pathlib import Path
 
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, NamedModel, named_model, required_models
 from llava.analysis.models import config_fields, is_ours
-from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.commands import INTERRUPTED, whole
 from llava.utils.processes import start, wait
 
@@ -70,7 +69,7 @@ def fitting_models(command: str, models: Sequence[NamedModel]) -> list[NamedMode
     """The models that a command applies to, by their config.json; one without it is a ValueError."""
 
     def fits(fields: dict) -> bool:
-        normed = NORM_TYPES.get(fields.get("mm_projector_norm", "none")) is not None
+        normed = fields.get("mm_projector_norm") not in (None, "none")
         return {ANY: True, OURS: is_ours(fields), NORMED: normed}[COMMANDS[command].models]
 
     return [model for model in models if fits(config_fields(model.path))]

@@ -79,6 +79,8 @@ def look_of(probe: Probe, sample: samples.PicturePrompt) -> Values:
     """What `attention_of` says of the text after one sample's picture, which alone can see it."""
     batch = probe.prepare(sample)
     asking = probe.groups(batch)[0].cpu() == TEXT_AFTER
+    if not asking.any():
+        raise ValueError(f"{probe.name}, {sample.name}: no text follows the picture, so nothing looks at it")
     return attention_of(probe, batch, asking, sample.image, f"{probe.name}, {sample.name}: no layer lets the question")
 
 

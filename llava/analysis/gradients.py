@@ -71,14 +71,14 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
 
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
-    ids, labels = [], []
+    ids, labels, tags = [], [], getattr(assistant.model.config, "mm_use_im_start_end", False)
     for sample in examples:
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         captions = is_captioner(assistant.template)
         question = DEFAULT_IMAGE_TOKEN if captions else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
-        example = preprocess(turns, assistant.tokenizer, assistant.template)
+        example = preprocess(turns, assistant.tokenizer, assistant.template, mm_use_im_start_end=tags)
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)

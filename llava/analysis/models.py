@@ -38,7 +38,6 @@ from llava.model.lora import recorded_base
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.utils.code_folders import refuse_shared_variable
 from llava.utils.commands import DTYPES, add_device_argument
 from llava.utils.pixels import upright
 
@@ -89,10 +88,8 @@ def load(model: NamedModel, args: argparse.Namespace) -> Probe:
 def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The fields of a model's config.json.
 
-    Raises ValueError: there is none; or code may run, and others can write where it is loaded from.
+    Raises ValueError: there is none.
     """
-    if trust_remote_code:
-        refuse_shared_variable("HF_MODULES_CACHE")
     message = "it names no model_type"
     try:
         fields = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]

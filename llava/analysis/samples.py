@@ -27,7 +27,7 @@ from llava.data.records import data_files, load_records, record_images, record_n
 from llava.utils.commands import whole
 from llava.utils.pixels import exif_orientation, to_rgb
 
-PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
+PLAYGROUND = "playground/data/scenes/heldout.json"
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
@@ -139,10 +139,10 @@ def choose(args: argparse.Namespace) -> Samples:
 
 
 def default_data() -> str:
-    """The playground's held-out pictures: scenes, else stamps. Raises ValueError: neither has been prepared."""
-    if prepared := next((path for path in PLAYGROUND if Path(path).is_file()), None):
-        return prepared
-    raise ValueError(f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes")
+    """The playground's held-out scenes. Raises ValueError: they have not been prepared."""
+    if Path(PLAYGROUND).is_file():
+        return PLAYGROUND
+    raise ValueError(f"--data: none given, and {PLAYGROUND} is not there; run python -m playground scenes")
 
 
 def _source(path: Path, args: argparse.Namespace) -> Source:

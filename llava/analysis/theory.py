@@ -83,9 +83,9 @@ def layer_values(states: torch.Tensor, after: torch.Tensor, members: dict[str, t
     def pairs(vectors: torch.Tensor) -> float:
         return (vectors[members["visual"]].mean(dim=0) @ vectors[members["text"]].mean(dim=0)).item()
 
-    before, rho = pairs(units), (w[members["visual"]].cos().mean() * w[members["text"]].cos().mean()).item()
+    predicted_after = pairs(w.cos()[:, None] * units)  # Theorem 1, pair by pair
     between = pairs(after / after.norm(dim=-1, keepdim=True))
-    return result | {"pairs": np.array([before, rho * before, between, pairs(turns)])}
+    return result | {"pairs": np.array([pairs(units), predicted_after, between, pairs(turns)])}
 
 
 @torch.no_grad()

@@ -158,6 +158,12 @@ def test_uniform_attention_has_uniform_share_and_entropy_1_in_any_window():
         looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), last=True)
 
 
+def test_a_sample_without_text_after_its_picture_is_named(probe, question, monkeypatch):
+    monkeypatch.setattr(probe, "groups", lambda batch: torch.full((1, 9), VISUAL))
+    with pytest.raises(ValueError, match="no text follows the picture"):
+        attention.look_of(probe, question)
+
+
 def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager):
     picture = attention.look_of(probe, question)
     groups = probe.groups(probe.prepare(question))[0]
@@ -300,8 +306,8 @@ def test_the_row_of_a_layer_equals_plain_geometry():
     unit, unit_after = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (h, after.double().numpy()))
     assert row["cos before"] == pytest.approx((unit[:20] @ unit[20:39].T).mean(), rel=1e-9)
     assert row["cos measured"] == pytest.approx((unit_after[:20] @ unit_after[20:39].T).mean(), rel=1e-9)
-    rho = np.cos(np.radians(degrees[:20])).mean() * np.cos(np.radians(degrees[20:39])).mean()
-    assert row["cos predicted"] == pytest.approx(rho * row["cos before"], rel=1e-6)
+    kept = np.cos(np.radians(degrees))[:, None] * unit
+    assert row["cos predicted"] == pytest.approx((kept[:20] @ kept[20:39].T).mean(), rel=1e-6)
     turns = update - (update * unit).sum(axis=1, keepdims=True) * unit
     turns /= np.linalg.norm(turns, axis=1, keepdims=True)
     assert row["rotations' product"] == pytest.approx((turns[:20] @ turns[20:39].T).mean(), rel=1e-6)

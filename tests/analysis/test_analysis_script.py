@@ -41,7 +41,7 @@ def models(words):
     return [words[i + 1] for i, word in enumerate(words) if word == "--model"]
 
 
-@pytest.mark.parametrize("norm", ["gwc_rmsnorm", "clip"])
+@pytest.mark.parametrize("norm", ["gwc_rmsnorm", "clip", "of_a_plug_in"])
 def test_every_command_runs_on_the_checkpoints_it_is_about(tmp_path, analyze, norm):
     paths = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", "llava_qwen", norm), checkpoint(tmp_path / "c", "x")
     named = [f"{name}={path}" for name, path in zip(("plain", "aligned", "other"), paths, strict=True)]
