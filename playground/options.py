@@ -1,6 +1,6 @@
 """The sets of pictures, and the settings that are flags of `python -m playground`."""
 
-PICTURES = ("scenes", "stamps", "probes")
+PICTURES = ("scenes", "probes")
 """Each a module of this package; the first is the default."""
 FLAGS = {
     "scenes": {
@@ -10,9 +10,8 @@ FLAGS = {
     },
     "probes": {
         "num_more": "more training pictures, none with the content of a held-out one",
-        "num_validation": "pictures like these that no stage trains on, with questions in validation.json",
+        "num_validation": "questions like the held-out ones, about other pictures, in validation.json",
     },
-    "stamps": {"package_dir": "folder with the unpacked package; empty: download it"},
     "tower": {
         "data": "prepared picture set to train on",
         "patch_size": "side of a patch in pixels, which is one visual token; 0: 32, for probes 24",

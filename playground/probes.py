@@ -28,7 +28,7 @@ from playground.scenes import image_name, pretrain_records, write_set
 from playground.store import build
 
 FOLDER = "probes"
-FORMAT = 1  # raise it when the same settings give other files
+FORMAT = 2  # raise it when the same settings give other files
 COLORS = ("red", "green", "blue", "yellow", "black", "white")
 # One pair of every color and two of every form, so that no color and no form is rarer than another in training.
 HELD_OUT_PAIRS = frozenset((color, SHAPES[index % len(SHAPES)]) for index, color in enumerate(COLORS))
@@ -61,7 +61,7 @@ class Settings:
         size: side of the square pictures in pixels; what is written is legible from 64 on.
         num_train: training pictures: each gives a caption and a record of questions.
         num_more: more of them, for a longer training; none has the content of a held-out picture.
-        num_validation: pictures as these that no stage trains on: each gives a record of questions in validation.json.
+        num_validation: questions like the held-out ones, about other pictures, in validation.json.
         num_crowded: additional pictures of small and marked shapes, only for the vision tower.
         num_per_kind: held-out pictures, and questions, of every kind; of a multiple of 24 all answers are equally many.
         num_text: training records without a picture.
@@ -92,12 +92,12 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
     rngs = [random.Random(f"{settings.seed}/{TOWER}/{i}") for i in range(settings.num_crowded)]
     crowded = [lay_out(rng, settings.size, TOWER, number_of_shapes(rng, TOWER)) for rng in rngs]
     shown = {scene.content() for scene in train}
-    heldout = [draw_heldout(settings, i, shown) for i in range(settings.num_per_kind * len(ANSWERS))]
-    asked = {scene.content() for scene, _ in heldout}
-    last = settings.num_train + settings.num_more + settings.num_validation
-    more = [draw_train(settings, TRAINED[i % len(TRAINED)], i, asked) for i in range(settings.num_train, last)]
-    train += more[: settings.num_more]
-    validation = more[settings.num_more :]
+    heldout = [draw_probe(settings, "heldout", i, shown) for i in range(settings.num_per_kind * len(ANSWERS))]
+    taken = {scene.content() for scene, _ in heldout}
+    validation = [draw_probe(settings, "validation", i, shown | taken) for i in range(settings.num_validation)]
+    taken |= {scene.content() for scene, _ in validation}
+    last = settings.num_train + settings.num_more
+    train += [draw_train(settings, TRAINED[i % len(TRAINED)], i, taken) for i in range(settings.num_train, last)]
     records = {
         "pretrain.json": pretrain_records(train, counted_caption),
         "finetune.json": finetune_records(train, settings),
@@ -105,8 +105,8 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
     }
     splits = {"train": train + crowded, "heldout": [scene for scene, _ in heldout]}
     if validation:
-        records["validation.json"] = validation_records(validation, settings)
-        splits["validation"] = validation
+        records["validation.json"] = [record for _, record in validation]
+        splits["validation"] = [scene for scene, _ in validation]
     return write_set(splits, records, settings.size, folder, counted_caption) | {
         "held_out_pairs": sorted(f"{color} {form}" for color, form in HELD_OUT_PAIRS),
         "chance_percent": chance_percent(records["heldout.json"]),
@@ -132,15 +132,15 @@ def draw_train(settings: Settings, kind: str, index: int, asked: Collection[tupl
             return scene
 
 
-def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) -> tuple[Scene, dict[str, Any]]:
-    """Return a held-out scene and its question: about a held-out pair if the kind is `pair`, else without such pairs.
+def draw_probe(settings: Settings, split: str, index: int, shown: Collection[tuple]) -> tuple[Scene, dict[str, Any]]:
+    """Return an untrained scene and its question: about a held-out pair if the kind is `pair`, else without such pairs.
 
     Kinds rotate, and so do the answers of a kind, so that any first part of the list is balanced.
 
     Args:
-        shown: contents of the training scenes; the scene has none of them.
+        shown: contents of other scenes; the scene has none of them.
     """
-    rng = random.Random(f"{settings.seed}/heldout/{index}")
+    rng = random.Random(f"{settings.seed}/{split}/{index}")
     turn_of_kind, which = divmod(index, len(ANSWERS))
     kind = tuple(ANSWERS)[which]
     expected = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
@@ -153,7 +153,7 @@ def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) 
             turn, choices = question(rng, kind, scene, shape)
             if turn[1] == expected:
                 extra = {"kind": kind, "choices": list(choices), "caption": counted_caption(scene)}
-                return scene, image_record(f"probe-heldout-{index:05d}", image_name("heldout", index), [turn], **extra)
+                return scene, image_record(f"probe-{split}-{index:05d}", image_name(split, index), [turn], **extra)
 
 
 def is_held_out(shape: Shape) -> bool:
@@ -257,13 +257,3 @@ def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, 
     records += text_records(rng, settings.num_text)
     rng.shuffle(records)
     return records
-
-
-def validation_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
-    """Return questions about pictures that no stage trains on, of the kinds that training has, in rotation."""
-    rng = random.Random(f"{settings.seed}/validation")
-    kinds = [TRAINED[(settings.num_train + settings.num_more + i) % len(TRAINED)] for i in range(len(scenes))]
-    return [
-        image_record(f"probe-validation-{i:05d}", image_name("validation", i), conversation_about(rng, scene, kinds[i]))
-        for i, scene in enumerate(scenes)
-    ]

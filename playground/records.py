@@ -5,7 +5,7 @@ from typing import Any
 
 IMAGE_TOKEN = "<image>"
 # {"train" | "heldout": {image: {"picture": [caption, other true statements], "quarters": [list of statements, ...]}}};
-# there are four quarters, in reading order, or none
+# the four quarters in reading order
 STATEMENTS = "statements.json"
 
 

@@ -22,7 +22,6 @@ POSITION_SCALE = 8.0
 # The meaning of a 0 in the settings. The marks on probes need more pixels, and more steps until they are read.
 USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
 OWN = {"probes": {"image_size": 96, "patch_size": 24, "steps": 600}}
-QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows
 
 
 @dataclass
@@ -76,7 +75,7 @@ def check(settings: Settings) -> None:
     if settings.steps < 0:
         raise PlaygroundError(f"--steps {settings.steps}: expected a positive number.")
     side, rest = divmod(settings.image_size, settings.patch_size)
-    if rest or (settings.data in QUARTERED and side % 2):
+    if rest or side % 2:
         expected = "an even number of patches per side, as quarters are described" if not rest else "a divisor"
         raise PlaygroundError(
             f"--patch-size {settings.patch_size}: expected {expected}, of {settings.image_size} pixels."

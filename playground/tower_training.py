@@ -28,13 +28,13 @@ Description = dict[str, list]  # a picture's entry in the file STATEMENTS
 
 @dataclass
 class DescribedPictures:
-    """Pictures with the statements that are true of them and, where the set says so, of their quarters."""
+    """Pictures with the statements that are true of them and of their quarters."""
 
     pixel_values: torch.Tensor  # float [N, 3, H, W]
     input_ids: torch.Tensor  # int64 [M, L]: the words of every different statement
     is_true: torch.Tensor  # bool [N, M]
     quarter_texts: torch.Tensor  # int64 [Q]: rows of `input_ids`
-    true_of_quarter: torch.Tensor | None  # bool [N, 4, Q]; None where the set says nothing about quarters
+    true_of_quarter: torch.Tensor  # bool [N, 4, Q]
 
 
 def words_of(text: str) -> list[str]:
@@ -78,7 +78,7 @@ def load_pictures(
         input_ids=input_ids,
         is_true=_is_member(own, len(texts)),
         quarter_texts=about_quarters,
-        true_of_quarter=_is_member(quarters, len(texts))[:, about_quarters].unflatten(0, (-1, 4)) if quarters else None,
+        true_of_quarter=_is_member(quarters, len(texts))[:, about_quarters].unflatten(0, (-1, 4)),
     )
 
 
@@ -131,11 +131,9 @@ def contrastive_loss(model: "SiglipModel", train: DescribedPictures, pictures: t
         return normalize(pooled, dim=-1) @ embeds.T * model.logit_scale.exp() + model.logit_bias
 
     loss = sigmoid_loss(logits(output.pooler_output, text_embeds[: len(texts)]), train.is_true[pictures][:, texts])
-    if train.true_of_quarter is not None:
-        pooled = model.vision_model.head(quarters(output.last_hidden_state).flatten(0, 1))
-        of_quarters = train.true_of_quarter[pictures].flatten(0, 1)
-        loss = loss + sigmoid_loss(logits(pooled, text_embeds[len(texts) :]), of_quarters)
-    return loss / len(pictures)
+    pooled = model.vision_model.head(quarters(output.last_hidden_state).flatten(0, 1))
+    of_quarters = train.true_of_quarter[pictures].flatten(0, 1)
+    return (loss + sigmoid_loss(logits(pooled, text_embeds[len(texts) :]), of_quarters)) / len(pictures)
 
 
 def quarters(tokens: torch.Tensor) -> torch.Tensor:

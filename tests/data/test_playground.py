@@ -1,21 +1,19 @@
 """The playground: pictures whose answers are known, complete-or-absent outputs, a tower that real code loads."""
 
 import json
-import os
 import re
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
 
-from llava.data.records import load_records
-from playground import probes, scenes, smollm2, stamps, tower
+from playground import heldout, probes, scenes, smollm2, tower
 from playground.scene_drawing import CHOICES, COLORS, SHAPES
 from playground.store import PlaygroundError, build
 from playground.tower_training import sigmoid_loss
@@ -124,15 +122,14 @@ def probes_folder(tmp_path_factory) -> Path:
 def test_more_pictures_and_a_validation_set_leave_pictures_and_questions_as_they_are(tmp_path: Path) -> None:
     few = replace(FEW, num_train=21, num_crowded=2, num_per_kind=6)
     base = probes.prepare(few, tmp_path / "base")
-    more = probes.prepare(replace(few, num_more=28, num_validation=14), tmp_path / "more")
+    more = probes.prepare(replace(few, num_more=28, num_validation=18), tmp_path / "more")
     assert read(more / "heldout.json") == read(base / "heldout.json")
     assert read(more / "pretrain.json")[:21] == read(base / "pretrain.json") and len(read(more / "pretrain.json")) == 49
-    assert len(read(more / "validation.json")) == 14 and not (base / "validation.json").exists()
+    validation = read(more / "validation.json")
+    assert [record["kind"] for record in validation] == [record["kind"] for record in read(more / "heldout.json")[:18]]
+    assert not (base / "validation.json").exists()
     pictures = [path.read_bytes() for path in sorted((more / "images").iterdir())]
-    assert len(set(pictures)) == len(pictures) == 49 + 2 + 6 * 9 + 14
-    asked = {record["caption"] for record in read(more / "heldout.json") if record["kind"] == "relation"}
-    new = {record["conversations"][1]["value"] for record in read(more / "pretrain.json")[21:]}
-    assert asked and not new & asked
+    assert len(set(pictures)) == len(pictures) == 49 + 2 + 6 * 9 + 18
 
 
 def described_shapes(text: str) -> list[str]:
@@ -193,17 +190,19 @@ def test_held_out_pairs_are_only_in_questions_of_their_kind(probes_folder):
         assert about if record["kind"] == "pair" else not new, record
 
 
-def test_no_held_out_probe_shows_what_a_training_picture_does():
-    kinds, indices = probes.TRAINED, range(24 * len(probes.ANSWERS))
-    shown = {probes.draw_train(FEW, kinds[i % len(kinds)], i).content() for i in range(1200)}
-    assert any(probes.draw_heldout(FEW, index)[0].content() in shown for index in indices), "without `shown` it happens"
-    assert not any(probes.draw_heldout(FEW, index, shown)[0].content() in shown for index in indices)
+def test_no_probe_asks_or_validates_with_the_content_of_another_set(monkeypatch):
+    monkeypatch.setattr(probes, "write_set", lambda splits, *_: splits)
+    settings = replace(FEW, num_train=1200, num_more=600, num_validation=216, num_crowded=0)
+    splits = probes.write_probes(settings, Path())
+    contents = [{scene.content() for scene in splits[name]} for name in ("train", "heldout", "validation")]
+    assert len(set.union(*contents)) == sum(map(len, contents))
 
 
 def test_no_answer_known_without_the_picture_beats_chance_in_probes():
     """Neither one answer to all of a kind, nor the training's most frequent one to a question."""
     settings, kinds, frequent = probes.Settings(), probes.TRAINED, {}
-    records = [probes.draw_heldout(settings, index)[1] for index in range(len(probes.ANSWERS) * settings.num_per_kind)]
+    indices = range(len(probes.ANSWERS) * settings.num_per_kind)
+    records = [probes.draw_probe(settings, "heldout", index, ())[1] for index in indices]
     drawn = [probes.draw_train(settings, kinds[i % len(kinds)], i) for i in range(settings.num_train)]
     numbers = Counter(len(scene.shapes) for i, scene in enumerate(drawn) if kinds[i % len(kinds)] == "count")
     assert min(numbers.values()) > 0.8 * sum(numbers.values()) / 4, "what is held out makes no number rarer in training"
@@ -255,41 +254,19 @@ def test_a_folder_without_manifest_is_not_touched(tmp_path):
     assert own.read_text() == "mine"
 
 
-# Stamps, from a small folder laid out as the package is
+# The data sets of the harness
 
 
-def test_stamps_are_split_by_picture_flattened_on_white_limited_in_size_and_unpacked_in_a_relative_folder(
-    tmp_path, monkeypatch
-):
-    package = tmp_path / "package" / stamps.STAMPS_IN_PACKAGE
-    for index, name in enumerate(["animals/owl", "animals/cow", "food/fruit/apple", "plants/fern", "vehicles/bus"]):
-        path = package / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture = Image.new("RGBA", (600, 300), (0, 0, 0, 0))
-        picture.paste((10 * index, 90, 160, 255), (0, 0, 300, 300))
-        picture.save(path)
-        path.with_suffix(".txt").write_text(f"A {path.stem}.\nde.utf8=Ein Ding.\n", encoding="utf-8")
-    folder = stamps.prepare(stamps.Settings(num_heldout=2, package_dir=str(tmp_path / "package")), tmp_path)
-    records = {name: load_records(str(folder / f"{name}.json")) for name in NAMES}
-    pictures = {name: {record["image"] for record in content if "image" in record} for name, content in records.items()}
-    assert pictures["pretrain"] == pictures["finetune"] and not pictures["pretrain"] & pictures["heldout"]
-    assert (len(pictures["pretrain"]), len(pictures["heldout"])) == (3, 2)
-    with Image.open(folder / "images/animals_cow.png") as picture:
-        assert picture.size == (384, 192)
-        assert (picture.getpixel((20, 20)), picture.getpixel((370, 20))) == ((10, 90, 160), (255, 255, 255))
-
-    (tmp_path / "here/cache").mkdir(parents=True)
-    (tmp_path / "package/a.svg").touch()
-    shutil.make_archive(str(tmp_path / "here/cache" / stamps.PACKAGE), "tar", tmp_path / "package")
-    (tmp_path / f"here/cache/{stamps.PACKAGE}.tar").rename(tmp_path / f"here/cache/{stamps.PACKAGE}_1_all.deb")
-    (tmp_path / "dpkg-deb").write_text('#!/bin/sh\ncat "$2"\n')
-    (tmp_path / "dpkg-deb").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    again = stamps.prepare(stamps.Settings(num_heldout=2), Path("here"))
-    assert [(again / f"{name}.json").read_bytes() for name in NAMES] == [
-        (folder / f"{name}.json").read_bytes() for name in NAMES
-    ]
+def test_changed_pictures_change_the_harness_too(tmp_path):
+    versions = []
+    for seed in (0, 0, 1):
+        prepared = scenes.prepare(replace(SMALL, seed=seed), tmp_path)
+        (file,) = heldout.prepare(heldout.Settings(), tmp_path).rglob("*.parquet")
+        table = pyarrow.parquet.read_table(file, columns=["question", "answer"])
+        rows = [(row["question"], row["answer"]) for row in table.to_pylist()]
+        assert rows == [turns(record)[0] for record in read(prepared / "heldout.json")]
+        versions.append(file.stat().st_mtime_ns)
+    assert versions[0] == versions[1] != versions[2]
 
 
 # The tower
