@@ -11,7 +11,7 @@ SUMMARIES = {
     "run": "train, score and measure every arm with every seed, or a written plan's, and write one page",
     "quickstart": "prepare small inputs, train arms on them, and write one page about their answers",
     "reproduce": "fetch or train what a table or figure of the paper needs, measure it, and compare it with the paper",
-    "answers": "answer held-out questions with one checkpoint, also with the picture taken away",
+    "answers": "answer held-out questions with one checkpoint",
     "report": "write a record's page, or compare two records of the same runs",
 }
 ANYWHERE = "report"

@@ -1,12 +1,10 @@
-"""Answers a prepared set's held-out questions with one checkpoint, as they are and under controls, kind by kind.
+"""Answers a prepared set's held-out questions with one checkpoint, kind by kind.
 
-Answers go to `<control>/results.json` (`llava.eval.results`), with a task for every kind of question. The controls take
-the picture away in three ways: a grey one of the same size, visual tokens in another order, and the question alone.
-Recorded answers are reused while checkpoint, questions, pictures, code and packages stay the same.
+Answers go to `results.json` (`llava.eval.results`), with a task for every kind of question. Recorded answers are reused
+while checkpoint, questions, pictures, code and packages stay the same.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -18,28 +16,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llava.eval.results import (
-    BLANK,
-    CONTROLS,
-    LLAVA_COMMIT,
-    SHUFFLED,
-    TEXT_ONLY,
-    Answered,
-    Results,
-    TaskResult,
-    read_results,
-    write_results,
-)
+from llava.eval.results import LLAVA_COMMIT, Answered, Results, TaskResult, read_results, write_results
 from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
 from llava.utils.progress import progress
 from llava.utils.versions import ANALYSIS, git_commit, made_by
-from playground.records import IMAGE_TOKEN, is_right
+from playground.records import is_right
 
 SOURCES = (*ANALYSIS, "llava/compare/answers.py", "playground/records.py")
 """The source files that may decide the answers and their scores."""
 RECORDS = "heldout.json"
+DATA = f"prepared folder with {RECORDS} and images/, or another file of such questions beside images/"
 SHORTEST = 8  # tokens that every answer may have
 Question = Mapping[str, Any]
 """A held-out record of a prepared set."""
@@ -48,53 +36,55 @@ Question = Mapping[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `answers`."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a finished training")
-    parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
+    parser.add_argument("--data", type=Path, required=True, help=DATA)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
     parser.add_argument("--batch-size", type=whole(1), default=80, help="questions per batch")
-    controls = "controls to run (default: all, and untouched pictures)"
-    parser.add_argument("--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help=controls)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Answers the questions under every control without recorded answers."""
-    records = held_out(args.data)
+    """Answers the questions, unless their answers are recorded."""
+    records, images = held_out(args.data), questions_file(args.data).with_name("images")
     content = content_of(args.data)
     now = described(args.checkpoint, len(records))
-    place = args.output_dir
-    missing = [control for control in args.controls if not is_answered(place / control, now, content)]
-    if not missing:
-        print(f"{place}: all answers are already recorded")
+    if is_answered(args.output_dir, now, content):
+        print(f"{args.output_dir}: all answers are already recorded")
         return
     from llava.asking import load_assistant
 
     assistant = load_assistant(str(args.checkpoint), torch_dtype=fastest_dtype())
-    for control in missing:
-        start = time.monotonic()
-        said = answers_under(control, assistant, records, args.data / "images", args.batch_size)
-        if content_of(args.data) != content:
-            raise ValueError(f"--data {args.data}: changed while its questions were answered; rerun the same command")
-        now.tasks = scored(records, said, time.monotonic() - start, content)
-        now.created = datetime.now(UTC).isoformat(timespec="seconds")
-        print(f"written: {write_results(now, place / control)}")
+    start = time.monotonic()
+    said = answers_of(assistant, records, images, args.batch_size)
+    if content_of(args.data) != content:
+        raise ValueError(f"--data {args.data}: changed while its questions were answered; rerun the same command")
+    now.tasks = scored(records, said, time.monotonic() - start, content)
+    now.created = datetime.now(UTC).isoformat(timespec="seconds")
+    print(f"written: {write_results(now, args.output_dir)}")
+
+
+def questions_file(data: Path) -> Path:
+    """The questions of a prepared folder, or `data` itself if it is a file.
+
+    Raises:
+        ValueError: there are none.
+    """
+    file = data if data.suffix == ".json" else data / RECORDS
+    if not file.is_file():
+        raise ValueError(f"{data}: no {file.name}; make it with: python -m playground {file.parent.name}")
+    return file
 
 
 def held_out(data: Path) -> list[dict[str, Any]]:
-    """The held-out records of a prepared folder.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not (data / RECORDS).is_file():
-        raise ValueError(f"{data}: no {RECORDS}; make it with: python -m playground {data.name}")
-    return json.loads((data / RECORDS).read_text(encoding="utf-8"))
+    """The records of `questions_file`."""
+    return json.loads(questions_file(data).read_text(encoding="utf-8"))
 
 
 def content_of(data: Path) -> str:
     """The fingerprint of the held-out questions and their pictures."""
     from llava.data.images import ImageStore
 
-    pictures = ImageStore(data / "images").content(record["image"] for record in held_out(data))
-    return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
+    file = questions_file(data)
+    pictures = ImageStore(file.with_name("images")).content(record["image"] for record in held_out(data))
+    return f"{hashlib.sha256(file.read_bytes()).hexdigest()}-{pictures}"
 
 
 def is_answered(folder: Path, now: Results, content: str) -> bool:
@@ -126,7 +116,7 @@ def described(checkpoint: Path, questions: int) -> Results:
 def scored(
     records: Sequence[Question], said: Sequence[tuple[str, float]], seconds: float, content: str
 ) -> dict[str, TaskResult]:
-    """A task for every kind of question, from what `answers_under` gives; `content` identifies the questions."""
+    """A task for every kind of question, from what `answers_of` gives; `content` identifies the questions."""
     kinds: dict[str, list[tuple[Answered, float]]] = {}
     for record, (text, log_probability) in zip(records, said, strict=True):
         kind, expected = record["kind"], record["conversations"][1]["value"]
@@ -151,54 +141,28 @@ def fastest_dtype() -> str | None:
     return "bfloat16" if has_bf16_instructions() else "float32"
 
 
-def answers_under(
-    control: str, assistant: Any, records: Sequence[Question], images: Path, batch_size: int
-) -> list[tuple[str, float]]:
-    """The greedy answer to every record's first question, with its picture changed by the control.
+def answers_of(assistant: Any, records: Sequence[Question], images: Path, batch_size: int) -> list[tuple[str, float]]:
+    """The greedy answer to every record's first question.
 
     With each answer comes the log-probability of the expected one, in nats (`Assistant.log_probabilities`).
     """
-    import torch
-    from PIL import Image
-
-    from llava.analysis.interventions import GREY
     from llava.asking import Asked, batch_answers
     from llava.data.images import ImageStore
     from llava.model.decoding import evaluation_options
 
     store = ImageStore(images)
-
-    def picture(file: Any) -> Image.Image:
-        image = store.open(file)
-        return Image.new("RGB", image.size, GREY) if control == BLANK else image
-
-    def question(record: Question) -> Asked:
-        (turn,) = record["conversations"][:1]
-        if control == TEXT_ONLY:
-            return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
-        return Asked([turn], [record["image"]])
-
-    def shuffled(module: Any, inputs: Any, tokens: Any) -> Any:  # the same way for all pictures and models
-        order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
-        return tokens[..., order.to(tokens.device), :]
-
-    questions = list(map(question, records))
+    questions = [Asked(record["conversations"][:1], [record["image"]]) for record in records]
     answered = [[*asked.turns, record["conversations"][1]] for asked, record in zip(questions, records, strict=True)]
     options = evaluation_options(longest_answer(records, assistant.tokenizer))
     texts: dict[int, str] = {}
     expected: list[float] = []
-    shuffle: Any = contextlib.nullcontext()
-    if control == SHUFFLED:
-        projector = assistant.model.get_model().mm_projector
-        shuffle = projector.register_forward_hook(shuffled)
-    with shuffle:
-        batches = batch_answers(assistant, questions, picture, batch_size, **options)
-        for batch in progress(batches, f"answering, {control}", "batches", total=math.ceil(len(records) / batch_size)):
-            texts |= batch
-        for start in progress(range(0, len(records), batch_size), f"scoring, {control}", "batches"):
-            part = slice(start, start + batch_size)
-            shown = [picture(place) for asked in questions[part] for place in asked.pictures]
-            expected += assistant.log_probabilities(answered[part], shown)
+    batches = batch_answers(assistant, questions, store.open, batch_size, **options)
+    for batch in progress(batches, "answering", "batches", total=math.ceil(len(records) / batch_size)):
+        texts |= batch
+    for start in progress(range(0, len(records), batch_size), "scoring", "batches"):
+        part = slice(start, start + batch_size)
+        shown = [store.open(place) for asked in questions[part] for place in asked.pictures]
+        expected += assistant.log_probabilities(answered[part], shown)
     return [(texts[number], value) for number, value in enumerate(expected)]
 
 

@@ -24,6 +24,7 @@ from llava.launch.recipe import STAGES, resolved_run
 from llava.launch.settings import OF_ONE_STAGE
 from llava.utils.locks import locked
 from llava.utils.machine import available_cores
+from llava.utils.paths import ROOT
 
 DEMO = "demo"
 EXTRAS = "train,playground,eval,analysis"  # of the environment of comparisons
@@ -119,8 +120,11 @@ class Experiment:
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
         return resolved_run(stage, **environment | self.settings(run, stage) | self.places()[0])
 
-    def check_settings(self) -> None:
+    def check_settings(self, *parts: str) -> None:
         """Refuses a folder whose runs were trained with other flags than a run would get now.
+
+        Args:
+            parts: folders of a run with another stage 1.
 
         Raises:
             ValueError: such a run; the message has the flags and both values. Or a script refuses its variables.
@@ -130,8 +134,9 @@ class Experiment:
             for run in self.runs:
                 own = str(self.rates(run))
                 flags[own] = flags.get(own) or self.recipe(run, stage)["flags"]
-                if run.has_begun(stage):
-                    check_flags(run, stage, flags[own])
+                for part in (stage, *(parts if stage == STAGES[0] else ())):
+                    if run.has_begun(part):
+                        check_flags(run, part, flags[own])
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -159,11 +164,12 @@ class Experiment:
         settings = {} if resolve_devices(os.environ).on_gpu else preloads(os.environ, python)
         return Step(title, [python, "-m", *map(str, words)], log, settings, **more)
 
-    def held_out(self, run: Run, data: Path, place: Path, controls: Sequence[str]) -> Step:
-        """A run's answers to the held-out questions of `data` under each control, kept in `place`."""
-        checkpoint = run.folder(STAGES[-1])
-        words = ["llava.compare", "answers", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
-        words += ["--batch-size", 80 if self.demo else 8, "--controls", *controls]
+    def held_out(self, run: Run, data: Path, place: Path) -> Step:
+        """A run's answers to the held-out questions of `data`, kept in `place`."""
+        paths = {"--checkpoint": run.folder(STAGES[-1]), "--data": data, "--output-dir": place}
+        words = ["llava.compare", "answers"]
+        words += [word for flag, path in paths.items() for word in (flag, os.path.relpath(path, ROOT))]  # its cwd
+        words += ["--batch-size", 80 if self.demo else 8]
         step = self.python(f"{run.name}, answers", run.folder("answers.log"), *words)
         step.settings = {**step.settings, **self.threads()}
         return step

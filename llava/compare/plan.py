@@ -10,7 +10,6 @@
     settings    variables of an arm's stages, of `RATES` alone, by arm and stage; an arm may be left out
     points      of a tuning: such variables by stage, with which every arm is tried (`planned.Tuning`)
     pictures    numbers of pictures, of `python -m playground probes`; may be left out
-    controls    under which the questions are also asked; all where it is left out
     trials      trainings that were looked at before, each with its `seed`; may be left out
     pilot       a JSON file with the `seeds` of an earlier study, relative to the plan; may be left out. If it is a
                 tuning's, it also has the arms' `choice`, which must be this plan's settings
@@ -28,7 +27,6 @@ from typing import Any
 from llava.compare.arms import parse_arms
 from llava.compare.record import Record
 from llava.eval.paired import FEWEST_SEEDS, confidence_of
-from llava.eval.results import CONTROLS
 from llava.launch.recipe import STAGES
 
 DIGEST = "plan.sha256"
@@ -55,7 +53,7 @@ class Plan:
     settings: dict[str, Settings] = field(default_factory=dict)
     points: list[Settings] = field(default_factory=list)
     pictures: dict[str, int] = field(default_factory=dict)
-    controls: list[str] = field(default_factory=lambda: list(CONTROLS))
+    controls: list[str] = field(default_factory=list)  # of older plans, whose questions were asked without pictures too
     trials: list[dict[str, Any]] = field(default_factory=list)
     pilot: str = ""
 
@@ -86,6 +84,8 @@ def read_plan(file: Path) -> Plan:
 
 
 def _check(plan: Plan) -> None:
+    from playground.probes import ANSWERS  # not in the wheel, whose `report` needs none
+
     where = f"--plan {plan.file}"
     parse_arms(",".join(plan.arms), parse=str)  # some may be removed since: a run of the plan names them
     if not set(plan.primary) <= set(plan.arms[1:]):
@@ -94,16 +94,24 @@ def _check(plan: Plan) -> None:
     if len(set(plan.seeds)) < max(fewest, len(plan.seeds)):
         raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {fewest}, none twice")
     for settings in [*plan.settings.values(), *plan.points]:
+        if "PROJECTOR_LR" in settings.get(STAGES[0], {}):
+            raise ValueError(f"{where}: {settings}: {STAGES[0]} trains the projector alone, at its LEARNING_RATE")
         names = {name for stage in settings.values() for name in stage}
         if not settings.keys() <= set(STAGES) or not names <= {*RATES} or not plan.settings.keys() <= {*plan.arms}:
             raise ValueError(
                 f"{where}: {settings}: expected, by stage, values of {', '.join(RATES)} for the plan's arms"
             )
+    if not plan.tasks or not {*plan.tasks} <= {*ANSWERS} or len({*plan.tasks}) < len(plan.tasks):
+        raise ValueError(f"{where}: tasks {plan.tasks}: expected some of {', '.join(ANSWERS)}, none twice")
     if plan.points and not plan.pictures.get("num_validation"):
-        raise ValueError(f"{where}: a tuning needs pictures.num_validation, whose loss decides")
+        raise ValueError(f"{where}: a tuning needs pictures.num_validation, whose questions decide")
     earlier = json.loads((plan.file.parent / plan.pilot).read_text()) if plan.pilot else {"seeds": []}
-    pilot = earlier["seeds"]
-    if plan.settings != (chosen := earlier.get("choice", plan.settings)):
+    if "seeds" not in earlier or ("points" in earlier and "choice" not in earlier):
+        raise ValueError(
+            f"{where}: pilot {plan.pilot}: expected a file with seeds, or a tuning's record with its choice"
+        )
+    pilot, choice = earlier["seeds"], earlier.get("choice", plan.settings)
+    if plan.settings != (chosen := {arm: settings for arm, settings in choice.items() if arm in plan.arms}):
         raise ValueError(f"{where}: settings {plan.settings}: the tuning {plan.pilot} chose {chosen}; copy that")
     trials = [trial["seed"] for trial in plan.trials]
     if again := sorted(set(plan.seeds) & {*pilot, *trials}):

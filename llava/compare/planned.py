@@ -1,7 +1,7 @@
 """Experiments of a written plan: a study, compared after its last seed, and a tuning, which chooses each arm's rates.
 
-A plan with `points` is a tuning. It asks no questions: the loss is that of the playground's validation set, whose
-pictures are neither trained on nor asked about. Each result is in `record.json` as soon as its training ends, and is
+A plan with `points` is a tuning. It does not ask the held-out questions, but those of the playground's validation set,
+whose pictures are neither trained on nor held out. Each result is in `record.json` as soon as its training ends, and is
 not trained again; the choice is there after the last one.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llava.compare.engine import EXTRAS, Experiment
-from llava.compare.plan import Plan, Settings, check_digest, check_record, hold, read_plan
+from llava.compare.plan import RATES, Plan, Settings, check_digest, check_record, hold, read_plan
 from llava.compare.record import (
     BF16,
     FILE,
@@ -28,6 +28,7 @@ from llava.compare.record import (
     new_record,
     read_record,
     shared_configuration,
+    stage_of,
     write_record,
 )
 from llava.compare.report import write_page
@@ -39,15 +40,14 @@ from llava.launch.recipe import STAGES
 from llava.utils.files import write_text
 from llava.utils.machine import available_cores, machine
 from llava.utils.paths import ROOT
-from llava.utils.provenance import DONE
+from llava.utils.presentation import format_table
 
 PROBES = "probes"  # the pictures of planned studies
 HELD_OUT = "heldout"  # folder of a planned run's answers
-EVALUATIONS = 6  # of a planned run during stage 2, after a first one before it
-VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor questions
+VALIDATION = "validation.json"  # of the playground's probes: about pictures of neither training nor heldout.json
+VALIDATED = "validation"  # folder of a tuned run's answers
 RUNS_PER_GPU = 8  # at most: each keeps a core busy with starting kernels, and leaves most of a card idle
 MEMORY_ON_GPU = 8 * 2**30  # bytes, estimated, that a run of the demo takes at most
-EVALUATED = ("EVAL_DATA_PATH", "EVAL_IMAGE_FOLDER", "EVAL_STEPS")  # which a plan with validation pictures decides
 DIVERGED = "NonFiniteError"  # in the log of a training that the trainer gave up
 
 
@@ -60,7 +60,7 @@ def card() -> Any:
 
 @dataclass
 class Planned(Experiment):
-    """A study by a written plan: its runs train in parallel, and answer held-out questions, also under controls.
+    """A study by a written plan: its runs train in parallel, and answer held-out questions.
 
     Attributes:
         plan: what is trained.
@@ -81,20 +81,12 @@ class Planned(Experiment):
         return ROOT / "playground/data" / PROBES
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Pictures, steps, and in stage 2 the validation records, whose loss is measured during training."""
-        settings = {"MAX_STEPS": str(self.plan.steps[stage])} | ({"DEMO_DATA": PROBES} if self.demo else {})
-        if stage == STAGES[-1] and self.plan.pictures.get("num_validation"):
-            settings |= {
-                "EVAL_DATA_PATH": str(self.pictures / VALIDATION),
-                "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
-                "EVAL_STEPS": str(1 / EVALUATIONS),
-                "EVAL_ON_START": "True",
-            }
-        return settings
+        """Pictures and steps."""
+        return {"MAX_STEPS": str(self.plan.steps[stage])} | ({"DEMO_DATA": PROBES} if self.demo else {})
 
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
-        answers = self.held_out(run, self.pictures, run.folder(HELD_OUT), self.plan.controls)
+        answers = self.held_out(run, self.pictures, run.folder(HELD_OUT))
         return [*(self.stage(run, stage, more=self.threads()) for stage in STAGES), answers]
 
     def places(self) -> list[dict[str, str]]:
@@ -140,11 +132,7 @@ class Planned(Experiment):
         self.answered.add(name)
         if not self.answered.issuperset(run.name for run in runs):
             return
-
-        def answers_of(run: Run) -> dict[str, Results]:
-            return {control: read_results(run.folder(HELD_OUT) / control) for control in self.plan.controls}
-
-        add_runs(self.record, runs, answers_of, plan=self.plan.digest)
+        add_runs(self.record, runs, lambda run: read_results(run.folder(HELD_OUT)), self.plan.digest)
         self.record["runs"].sort(key=lambda entry: self.plan.seeds.index(entry["seed"]))
         write_record(self.record, self.folder / FILE)
 
@@ -167,14 +155,10 @@ class Tuning(Planned):
         """The settings of the run's point."""
         return self.plan.points[point_of(run)]
 
-    def data_settings(self, stage: str) -> dict[str, str]:
-        """The loss is measured once, after the last step of stage 2."""
-        once = {"EVAL_STEPS": str(self.plan.steps[stage]), "EVAL_ON_START": "False"} if stage == STAGES[-1] else {}
-        return super().data_settings(stage) | once
-
     def lane(self, run: Run) -> list[Step]:
-        """Both stages; no questions."""
+        """Both stages, and answers to the validation questions."""
         steps = [self.stage(run, stage, more=self.threads()) for stage in STAGES]
+        steps.append(self.held_out(run, self.pictures / VALIDATION, run.folder(VALIDATED)))
         for step in steps:
             step.title = f"{run.root.name}, {step.title}"
         return steps
@@ -192,9 +176,7 @@ class Tuning(Planned):
             self.check_settings()
             self.prepare()
         while self.runs:
-            title = (
-                f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, held-out loss"
-            )
+            title = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
             try:
                 self.part(title, {lane_of(run): self.lane(run) for run in self.runs}, ended=self.ended)
             except StepError:
@@ -202,46 +184,57 @@ class Tuning(Planned):
                 if not diverged:
                     raise
                 for run in diverged:
-                    self.add(run, {"loss": None})
-        for arm, point in best_points(self.record).items():
-            print(f"{arm}: point {point}, {json.dumps(self.plan.points[point])}")
-        print(f"written: {file}")
+                    self.add(run, {"right": None})
+        chosen = best_points(self.record)
+        rows = [
+            {"right, %": arm} | {f"point {point}": f"{mean:.1f}" for point, mean in enumerate(means)}
+            | {"chosen": chosen[arm]} for arm, means in right_by_point(self.record).items()
+        ]  # fmt: skip
+        print(f"\n{format_table(rows)}\nwritten: {file}")
 
     def ended(self, name: str) -> None:
         """Records the result of the run whose lane has this name; its weights are not needed any more."""
         run = next(run for run in self.runs if lane_of(run) == name)
-        self.record["configuration"] = self.checked_configuration(run)
-        last = run.log(STAGES[-1], "eval/loss")[-1]
-        loss = last["eval/loss"] if math.isfinite(last["eval/loss"] or math.nan) else None
-        if last["step"] != self.plan.steps[STAGES[-1]]:
-            raise ValueError(f"{run.folder(STAGES[-1])}: the held-out loss is of step {last['step']}, not the last")
+        results = read_results(run.folder(VALIDATED))
+        self.record["configuration"] = self.checked_configuration(run, results)
+        percent = {name: task.score for name, task in results.tasks.items()}
+        log_probabilities = [
+            sample.log_probability for name in self.plan.tasks for sample in results.tasks[name].samples
+        ]
         start = run.starts(STAGES[0])[0]
-        seconds = sum(float((run.folder(stage) / DONE).read_text()) for stage in STAGES)
-        result = {"loss": loss, "loss of stage 1": logged_by(run)["loss"][0], "hours": seconds / 3600}
+        seconds = sum(stage_of(run, stage)["seconds"] for stage in STAGES)
+        result = {"right": float(np.mean([percent[name] for name in self.plan.tasks])), "percent": percent}
+        result |= {
+            "log probability": float(np.array(log_probabilities, dtype=float).mean()),
+            "loss of stage 1": logged_by(run)["loss"][0],
+        }
+        result["hours"] = seconds / 3600
         result |= {"commit": start["configuration"]["code"]["commit"], "started": start["provenance"]["started"]}
         self.add(run, result | {"machine": machine()})
         for weights in run.folder(STAGES[-1]).glob("*model*.safetensors"):
             weights.unlink()
 
-    def checked_configuration(self, run: Run) -> dict[str, Any]:
+    def checked_configuration(self, run: Run, results: Results) -> dict[str, Any]:
         """What all runs share but for their rates, weights and precision included.
 
         Raises:
             ValueError: it is not that of the recorded results.
         """
         configuration, names = run.configuration(STAGES[0]), [f"initial_weights.{n}" for n in (TOWER, LANGUAGE_MODEL)]
-        shared = shared_configuration(run, None) | {name: configuration.get(name) for name in (BF16, *names)}
+        shared = shared_configuration(run, results) | {name: configuration.get(name) for name in (BF16, *names)}
         if fields := changed(self.record["configuration"] or shared, shared, ("recorded", "now")):
             raise ValueError(f"{lane_of(run)} differs from the recorded results{fields}\nContinue at their commit.")
         return shared
 
     def add(self, run: Run, result: dict[str, Any]) -> None:
         """Writes a run's result, and after the last one the choice."""
-        result = {"point": point_of(run), "seed": run.seed, "arm": run.arm} | result
-        self.record["results"].append(result)
+        results: list[Record] = self.record["results"]
+        results.append({"point": point_of(run), "seed": run.seed, "arm": run.arm} | result)
+        results.sort(key=lambda own: (own["seed"], own["point"], self.arms.index(own["arm"])))  # however lanes ended
+        write_text(self.folder / FILE, json.dumps(self.record, indent=1) + "\n")
         if not self.runs:
             self.record["choice"] = {arm: self.plan.points[point] for arm, point in best_points(self.record).items()}
-        write_text(self.folder / FILE, json.dumps(self.record, indent=1) + "\n")
+            write_text(self.folder / FILE, json.dumps(self.record, indent=1) + "\n")
 
 
 def point_of(run: Run) -> int:
@@ -257,20 +250,25 @@ def has_diverged(run: Run) -> bool:
     return any(log.is_file() and DIVERGED in log.read_text() for log in logs)
 
 
+def right_by_point(record: Record) -> dict[str, list[float]]:
+    """Each arm's percent right at every point, the mean over the seeds; -inf where a training was given up."""
+    right: dict[str, list[list[float]]] = {}
+    for result in record["results"]:
+        points = right.setdefault(result["arm"], [[] for _ in record["points"]])
+        points[result["point"]].append(-math.inf if result["right"] is None else result["right"])
+    return {arm: [float(np.mean(own)) for own in points] for arm, points in right.items()}
+
+
 def best_points(record: Record) -> dict[str, int]:
-    """Each arm's point of the lowest mean held-out loss over the seeds.
+    """Each arm's point of the most right answers.
 
     Raises:
         ValueError: at every point of some arm a training was given up.
     """
-    losses: dict[str, list[list[float]]] = {}
-    for result in record["results"]:
-        points = losses.setdefault(result["arm"], [[] for _ in record["points"]])
-        points[result["point"]].append(math.inf if result["loss"] is None else result["loss"])
-    means = {arm: [float(np.mean(own)) for own in points] for arm, points in losses.items()}
-    if hopeless := [arm for arm, own in means.items() if not math.isfinite(min(own))]:
+    means = right_by_point(record)
+    if hopeless := [arm for arm, own in means.items() if not math.isfinite(max(own))]:
         raise ValueError(f"no point trains {', '.join(hopeless)}; plan other points")
-    return {arm: own.index(min(own)) for arm, own in means.items()}
+    return {arm: own.index(max(own)) for arm, own in means.items()}
 
 
 def planned_of(args: argparse.Namespace) -> Planned:
@@ -280,10 +278,11 @@ def planned_of(args: argparse.Namespace) -> Planned:
         ValueError: not a plan, or the caller has set what it decides.
     """
     plan = read_plan(args.plan)
-    for name in ("preset", "arms", "seeds", "tasks", "questions"):
+    for name in ("preset", "arms", "seeds", "tasks", "questions", "question_images"):
         if getattr(args, name):
-            raise ValueError(f"--{name}: the plan {plan.file} decides it; leave it out")
-    for name in ("MAX_STEPS", *(EVALUATED if plan.pictures.get("num_validation") else ())):
+            raise ValueError(f"--{name.replace('_', '-')}: the plan {plan.file} decides it; leave it out")
+    looked_at = ["EVAL_DATA_PATH"] * bool(plan.points)  # it may choose the best weights
+    for name in ("MAX_STEPS", "GLOBAL_BATCH", "TASKS", *RATES, *looked_at):
         if os.environ.get(name):
             raise ValueError(f"{name}={os.environ[name]}: the plan {plan.file} decides it; leave it out")
     os.environ.setdefault("EXTRAS", EXTRAS)

@@ -11,7 +11,7 @@ on a GPU arms train in sequence. Finished steps are skipped: rerun the same comm
 import argparse
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava.compare.answers import RECORDS, held_out
@@ -20,10 +20,11 @@ from llava.compare.record import FILE, Record, add_runs, new_record, read_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run
 from llava.compare.steps import Step, runs_at_once
-from llava.eval.results import UNTOUCHED, read_results
+from llava.eval.results import read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.machine import available_cores
+from llava.utils.paths import ROOT
 from llava.utils.presentation import format_table
 from playground.options import PICTURES
 from playground.store import shown_python
@@ -38,7 +39,7 @@ MEASURED = 24  # pictures on which update rates are measured
 class Quickstart(Experiment):
     """An experiment with the recipe's seed, on inputs that it prepares in the folder `root`."""
 
-    root: Path = Path("playground/data")
+    root: Path = field(default_factory=lambda: ROOT / "playground/data")
 
     @property
     def runs(self) -> list[Run]:
@@ -56,7 +57,7 @@ class Quickstart(Experiment):
 
     def lane(self, run: Run) -> list[Step]:
         """The steps of one arm."""
-        answers = self.held_out(run, self.root / self.data, self.folder / ANSWERS / run.arm, (UNTOUCHED,))
+        answers = self.held_out(run, self.root / self.data, self.folder / ANSWERS / run.arm)
         return [*(self.stage(run, stage) for stage in STAGES), answers]
 
     def work(self) -> None:
@@ -82,7 +83,7 @@ class Quickstart(Experiment):
         file = self.folder / FILE
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
         record = new_record(title=self.title(), overall=ALL, times=before | self.times, talk=self.talk())
-        add_runs(record, self.runs, lambda run: {UNTOUCHED: read_results(self.folder / ANSWERS / run.arm / UNTOUCHED)})
+        add_runs(record, self.runs, lambda run: read_results(self.folder / ANSWERS / run.arm))
         record["examples"] = self.examples(record)
         write_record(record, file)
         write_page(record, self.folder, page=PAGE)

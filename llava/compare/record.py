@@ -10,11 +10,11 @@
                "tower", "language_model", "weights",             digests
                "scores", "log_probabilities", "answers",         by task, for each question
                "percent",                                        by task, as the harness computed it
-               "controls",                                       percent by control and task
-               "training",                                       the evaluations during stage 2
                "logged", "stages", "evaluation", "own"}]}
 
 A run's configuration, first norms and losses, stages and answers are left out of older records, and so are "tasks".
+Some older runs also have "controls", percent right with the picture changed or taken away, and "training", evaluations
+during stage 2.
 More keys belong to the experiment: its `title`, `overall` result, `examples` and `times`.
 """
 
@@ -36,7 +36,7 @@ from llava.compare.runs import (
     check_runs,
     evaluation_settings,
 )
-from llava.eval.results import LLAVA_COMMIT, UNTOUCHED, Results
+from llava.eval.results import LLAVA_COMMIT, Results
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.files import write_text
@@ -84,7 +84,7 @@ def read_record(place: Path) -> Record:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); restore it") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("runs"):
-        raise ValueError(f"{path}: not a record of runs, format {FORMAT}; restore it")
+        raise ValueError(f"{path}: not a record of runs, format {FORMAT} (a tuning's is none); restore it")
     return record
 
 
@@ -96,8 +96,11 @@ def write_record(record: Record, path: Path) -> None:
     write_text(path, '{{\n{},\n"runs": [\n{}\n]\n}}\n'.format(",\n".join(parts), runs))
 
 
-def add_runs(record: Record, runs: Sequence[Run], answers_of: Callable[[Run], dict[str, Results]], **more: Any) -> None:
-    """Adds runs, of which `answers_of` gives the answers by control, if nothing but arm and seed tells them apart.
+def add_runs(record: Record, runs: Sequence[Run], answers_of: Callable[[Run], Results], plan: str = "") -> None:
+    """Adds runs, of which `answers_of` gives the answers, if nothing but arm and seed tells them apart.
+
+    Args:
+        plan: the digest of the plan that the runs follow.
 
     Raises:
         ValueError: they may not be compared with each other, or with the recorded runs; see `add_run`.
@@ -105,24 +108,13 @@ def add_runs(record: Record, runs: Sequence[Run], answers_of: Callable[[Run], di
     for stage in STAGES:
         check_runs(runs, stage)
     answers = {run: answers_of(run) for run in runs}
-    for control in answers[runs[0]]:
-        check_results(runs, lambda run: answers[run][control])  # noqa: B023 (called at once)
+    check_results(runs, answers.__getitem__)
     for run in runs:
-        controls = answers[run]
-        add_run(record, run, controls.pop(UNTOUCHED), controls, **more)
+        add_run(record, run, answers[run], plan)
 
 
-def add_run(
-    record: Record,
-    run: Run,
-    results: Results,
-    controls: Mapping[str, Results] | None = None,
-    plan: str = "",
-) -> None:
-    """Adds a run with its answers, and those under each control, to the record.
-
-    Args:
-        plan: the digest of the plan that the run follows.
+def add_run(record: Record, run: Run, results: Results, plan: str = "") -> None:
+    """Adds a run with its answers to the record.
 
     Raises:
         ValueError: it differs from the recorded runs in more than arm, its rates and seed, or answered other questions.
@@ -138,7 +130,7 @@ def add_run(
     if {name: sorted(ids) for name, ids in before.items()} != {name: sorted(ids) for name, ids in asked.items()}:
         raise ValueError(f"{run.name} answered other questions than the recorded runs; prepare the inputs again")
     record |= {"configuration": shared, "questions": before}
-    entry = entry_of(run, results, controls or {}, plan, record)
+    entry = entry_of(run, results, plan, record)
     for other in record["runs"]:
         if other["precision"] == entry["precision"] and other["language_model"] != entry["language_model"]:
             raise ValueError(
@@ -152,14 +144,14 @@ def add_run(
     record["runs"].append(entry)
 
 
-def configuration_of(run: Run, results: Results | None) -> dict[str, Any]:
-    """What decided a run and its evaluation, if it has one, by dotted name."""
+def configuration_of(run: Run, results: Results) -> dict[str, Any]:
+    """What decided a run and its evaluation, by dotted name."""
     stages = {f"{stage}.{name}": value for stage in STAGES for name, value in run.configuration(stage).items()}
-    answers = {f"answers.{name}": value for name, value in evaluation_settings(results).items()} if results else {}
+    answers = {f"answers.{name}": value for name, value in evaluation_settings(results).items()}
     return json.loads(json.dumps(stages | answers))  # as it is read back
 
 
-def shared_configuration(run: Run, results: Results | None) -> dict[str, Any]:
+def shared_configuration(run: Run, results: Results) -> dict[str, Any]:
     """What must be the same in all runs of a record.
 
     Left out are arm and seed; the arm's rates; precision and tower, which are the same for all arms of a seed but not
@@ -195,13 +187,13 @@ def facts_of(results: Results, questions: Mapping[str, Sequence[str]]) -> Record
     return facts
 
 
-def entry_of(run: Run, results: Results, controls: Mapping[str, Results], plan: str, record: Record) -> Record:
+def entry_of(run: Run, results: Results, plan: str, record: Record) -> Record:
     """What is recorded of a run; see `add_run`."""
     samples = {name: in_order(results.tasks[name].samples, ids) for name, ids in record["questions"].items()}
     start = run.starts(STAGES[0])[0]
     digests = start["configuration"].get("initial_weights", {})
     stages = {stage: stage_of(run, stage) for stage in STAGES}
-    answering = sum(task.seconds for each in (results, *controls.values()) for task in each.tasks.values())
+    answering = sum(task.seconds for task in results.tasks.values())
     entry = {"seed": run.seed, "arm": run.arm, "plan": plan}
     entry |= {
         "commit": start["configuration"]["code"]["commit"],
@@ -219,16 +211,6 @@ def entry_of(run: Run, results: Results, controls: Mapping[str, Results], plan: 
     if all(sample.log_probability is not None for own in samples.values() for sample in own):
         entry["log_probabilities"] = {
             name: [in_digits(sample.log_probability, 5) for sample in own] for name, own in samples.items()
-        }
-    if controls:
-        entry["controls"] = {
-            name: {task: in_digits(result.score, 4) for task, result in sorted(each.tasks.items())}
-            for name, each in controls.items()
-        }
-    if lines := run.log(STAGES[-1], "eval/loss"):
-        entry["training"] = {
-            "samples": [line["step"] * stages[STAGES[-1]]["batch"] for line in lines],
-            "loss": [in_digits(line["eval/loss"], 5) for line in lines],
         }
     limits = {name: results.settings[name] for name in ("limit", "num_gpus") if results.settings.get(name)}
     evaluation = {"command": results.command, "created": results.created, "seconds": answering} | limits
@@ -304,13 +286,9 @@ def differing(record: Record, other: Record) -> dict[str, list[str]]:
     ours, theirs = ({(entry["arm"], entry["seed"]): entry for entry in each["runs"]} for each in (record, other))
     if record["questions"] != other["questions"] or not ours.keys() & theirs.keys():
         raise ValueError("the records are of different questions, or have no run in common")
-
-    def parts_of(entry: Record) -> Record:
-        losses = entry.get("training", {}).get("loss")
-        return {"scores": entry["scores"], "log_probabilities": entry.get("log_probabilities"), "training": losses}
-
-    pairs = {name: (parts_of(entry), parts_of(theirs[name])) for name, entry in ours.items() if name in theirs}
+    parts = ("scores", "log_probabilities")
     return {
-        f"{arm}, seed {seed}": [name for name in own if own[name] != other[name]]
-        for (arm, seed), (own, other) in pairs.items()
+        f"{arm}, seed {seed}": [name for name in parts if entry.get(name) != theirs[arm, seed].get(name)]
+        for (arm, seed), entry in ours.items()
+        if (arm, seed) in theirs
     }

@@ -1,6 +1,6 @@
 """Writes the page of a record: scores with intervals, training, layers, cost, configuration, and where it comes from.
 
-`report.html` is self-contained; `report.md` has the same tables.
+`report.html` is self-contained; `report.md` has its tables but the measurements of `analysis/` beside it.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     copies of published models and data    <output-dir>/hub, shared by all items (`published`)
     trained arms                           compare-<preset> next to <output-dir>, where scripts/compare.sh has them too
-    an item's results and its page         <output-dir>/<item>, index.md
+    an item's results and its page         <output-dir>/<item>, index.md; <preset>/report.html where arms are scored
 
 Rerun the same command to resume.
 """
@@ -198,12 +198,12 @@ class Reproduction:
         """Trains the arms as far as the item needs them; what is finished is skipped."""
         refuse_ignored(comparison.every_settings())
         with at_work(comparison.folder) as comparison.lock:
-            comparison.check_settings()
+            comparison.check_settings(CHECKPOINTS)
             comparison.part("inputs", {"inputs": self.inputs(comparison)})
             lanes = {run.name: self.lane(comparison, run) for run in comparison.runs}
             comparison.part(f"{comparison.preset}: {', '.join(comparison.arms)}", lanes)
             if not self.item.commands:
-                comparison.report()
+                comparison.report(self.results / comparison.preset)
 
     def inputs(self, comparison: Comparison) -> list[Step]:
         """Prepares what the demo is trained on, or fetches the recipes' data where they are missing."""
@@ -215,9 +215,7 @@ class Reproduction:
     def lane(self, comparison: Comparison, run: Run) -> list[Step]:
         """The steps of one arm."""
         if self.item.stage == CHECKPOINTS:
-            steps = int(comparison.recipe(run, STAGES[0])["flags"].get("max_steps", -1))
-            every = str(max(1, (steps if steps > 0 else 2180) // KEPT))  # 558K samples in batches of 256
-            keep = {"SAVE_STRATEGY": "steps", "SAVE_STEPS": every, "SAVE_TOTAL_LIMIT": str(KEPT + 1)}
+            keep = {"SAVE_STRATEGY": "steps", "SAVE_STEPS": str(1 / KEPT), "SAVE_TOTAL_LIMIT": str(KEPT + 1)}
             return [comparison.stage(run, STAGES[0], CHECKPOINTS, keep)]
         scored = [] if self.item.commands else [comparison.evaluation(run)]
         return [*(comparison.stage(run, stage) for stage in self.stages), *scored]
@@ -258,7 +256,7 @@ class Reproduction:
         for comparison in self.trained:
             places |= {f"{run.arm}, {comparison.preset}": str(run.folder(item.stage)) for run in comparison.runs}
             if not item.commands:
-                stats = Statistics(read_record(comparison.folder))
+                stats = Statistics(read_record(self.results / comparison.preset))
                 numbers, notes = numbers + score_rows(comparison.preset, stats), notes + caveats(stats)
         if item.on_samples:
             notes += [samples_note(self.results, self.args.samples)]

@@ -17,8 +17,8 @@ from llava.compare.record import FILE, add_runs, new_record, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step
-from llava.eval.results import UNTOUCHED, Results
-from llava.eval.tasks import PAPER_COLUMNS
+from llava.eval.results import Results
+from llava.eval.tasks import PAPER_COLUMNS, choose
 from llava.launch.recipe import STAGES
 from llava.utils.paths import ROOT
 from playground.options import PICTURES
@@ -86,21 +86,24 @@ class Comparison(Experiment):
         commands = os.environ.get("ANALYSIS", _ANALYSIS).split()
         data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
         self.part("measurements, first seed", self.measurements(commands, data, samples))
-        self.report()
+        self.report(self.folder)
         print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md")
 
-    def report(self) -> None:
-        """Checks every run, and writes the record and the page."""
+    def report(self, folder: Path) -> None:
+        """Checks every run, and writes the record and the page into `folder`."""
         if self.questions:
             check_results(self.runs, lambda run: run.own_results)
         record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
-        add_runs(record, self.runs, lambda run: {UNTOUCHED: self.results_of(run)})
-        write_record(record, self.folder / FILE)
-        write_page(record, self.folder)
+        add_runs(record, self.runs, self.results_of)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(record, folder / FILE)
+        write_page(record, folder)
 
     def results_of(self, run: Run) -> Results:
-        """A run's scores, the caller's own questions among them, in the paper's order."""
-        tasks = run.results.tasks | (run.own_results.tasks if self.questions else {})
+        """A run's scores on the tasks of this call, and the caller's own questions, in the paper's order."""
+        asked = {task.name for task in choose(self.tasks or None)}  # another call may have left more
+        tasks = {name: task for name, task in run.results.tasks.items() if name in asked}
+        tasks |= run.own_results.tasks if self.questions else {}
         order = [*PAPER_COLUMNS.values()]
         names = sorted(tasks, key=lambda name: ([*order, name].index(name), name))
         return replace(run.results, tasks={name: tasks[name] for name in names})
@@ -138,6 +141,8 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     folder = args.output_dir or Path("outputs") / f"compare-{preset}"
     comparison = Comparison(preset, arms, seeds, folder, tasks=args.tasks or "")
     comparison.set_defaults()
+    if args.question_images and not args.questions:
+        raise ValueError("--question-images needs --questions")
     if args.questions:
         from llava.eval.score import check_questions  # takes a second
 

@@ -122,6 +122,9 @@ class Statistics:
             if self.decided:
                 for name, own in results[arm].items():
                     own |= self._over_seeds(arm, name)
+            if self.overall == MEAN:  # of a plan over its own tasks
+                counts = {name: sum(results[arm][task][name] for task in self.counted) for name in ("won", "lost")}
+                results[arm][MEAN] |= counts
         return results
 
     def _over_seeds(self, arm: str, task: str) -> dict[str, Any]:
@@ -169,7 +172,6 @@ def every_table(stats: Statistics) -> dict[str, Rows]:
         "scores": scores_table(stats),
         "differences": differences_table(stats),
         "log-probabilities": nats_table(stats),
-        "controls": controls_table(stats),
         "logged": logged_table(stats),
         "runs": runs_table(record),
         "cost": cost_table(record),
@@ -186,7 +188,8 @@ def scores_table(stats: Statistics) -> Rows:
         row: dict[str, Any] = {"benchmark": TITLES.get(task, task)}
         for arm in stats.arms:
             row[arm] = f"{np.mean(stats.scores[arm][task]):.1f}"
-            if len(stats.seeds) == 1 and task != MEAN and not set(own := stats.samples(arm, task)[0]) - {0.0, 1.0}:
+            is_share = task != MEAN and stats.strata(task) is None  # of questions, not a mean over their kinds
+            if len(stats.seeds) == 1 and is_share and not set(own := stats.samples(arm, task)[0]) - {0.0, 1.0}:
                 low, high = (100 * bound for bound in share_interval(int(own.sum()), len(own)))
                 row[arm] += f" ({low:.0f} to {high:.0f})"
         printed = {f"{arm}, paper": stats.paper_score(arm, task) for arm in stats.arms}
@@ -234,19 +237,6 @@ def nats_table(stats: Statistics) -> Rows:
         result = asdict(compare_seeds(stats.by_seed(arm, MEAN, 1.0, "log_probabilities")))
         row = {"arm": arm} | {name: round(result[name], 3) for name in ("delta", "low", "high", "deviation")}
         rows.append(row | {"p": in_digits(result["p"], 2)})
-    return rows
-
-
-def controls_table(stats: Statistics) -> Rows:
-    """Every arm's percent right over its seeds with the picture, and with it changed or taken away."""
-    if not all("controls" in entry for entry in stats.record["runs"]):
-        return []
-    rows: Rows = []
-    for arm in stats.arms:
-        runs = [stats.by_run[arm, seed]["controls"] for seed in stats.seeds]
-        means = {"picture": np.mean(stats.scores[arm][stats.overall])}
-        means |= {name: np.mean([[run[name][task] for task in stats.counted] for run in runs]) for name in runs[0]}
-        rows.append({"arm": arm} | {name: in_digits(float(mean), 3) for name, mean in means.items()})
     return rows
 
 

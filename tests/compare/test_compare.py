@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -31,6 +32,28 @@ PLAN = ROOT / "docs/data/study-plan.json"
 @pytest.fixture
 def runs(tmp_path):
     return [write_run(tmp_path, seed, arm, 0.5) for seed in (1, 2) for arm in ARMS]
+
+
+def test_a_page_has_the_tasks_of_its_call_whatever_other_calls_left(tmp_path):
+    comparison = Comparison("demo", [*ARMS], [1], tmp_path, tasks="scenes")
+    run = write_run(tmp_path, 1, "none", 0.5)
+    scored = run.results.tasks.popitem()[1]
+    run.results.tasks.update(pope=scored, scenes=scored)
+    assert list(comparison.results_of(run).tasks) == ["scenes"]
+
+
+def test_a_stage_1_in_another_folder_is_refused_with_other_flags_too(tmp_path, monkeypatch):
+    comparison = Comparison("demo", ["none"], [1], tmp_path)
+    write_run(tmp_path, 1, "none", 0.5)
+    run = comparison.runs[0]
+    shutil.copytree(run.folder("pretrain"), run.folder("checkpoints"))
+    shutil.rmtree(run.folder("finetune"))
+    flags = run.flags("checkpoints") | {"learning_rate": "0.5"}
+    monkeypatch.setattr(Comparison, "recipe", lambda *_: {"flags": flags})
+    shutil.rmtree(run.folder("pretrain"))
+    comparison.check_settings()
+    with pytest.raises(ValueError, match="checkpoints was trained with different flags"):
+        comparison.check_settings("checkpoints")
 
 
 # --- what must be equal -----------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from llava.compare.plan import read_plan
 from llava.compare.record import FILE, read_record
 from llava.compare.report import markdown_text, write_lengths
 from llava.compare.run import Comparison
-from llava.compare.tables import Statistics, every_table
+from llava.compare.tables import Statistics, every_table, scores_table
 from llava.eval.paired import compare_benchmarks, compare_seeds
-from llava.eval.tasks import PAPER_COLUMNS
+from llava.eval.tasks import PAPER_COLUMNS, TASKS
 from llava.utils.digests import revision
 from llava.utils.presentation import import_pyplot, looks
 
@@ -28,7 +28,7 @@ HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img
 
 
 def compare(root, arms, seeds=(1, 2, 3), **more):
-    Comparison("demo", list(arms), list(seeds), root, **more).report()
+    Comparison("demo", list(arms), list(seeds), root, tasks=",".join(TASKS), **more).report(root)
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +192,14 @@ def test_a_figure_of_several_studies_has_their_results_over_their_steps_and_is_r
     other = read_record(data / "study-runs.json") | {"questions": {"color": []}}
     with pytest.raises(ValueError, match="cannot stand beside"):
         write_lengths([studies[1].record, other], tmp_path, [studies[1].plan, None])
+
+
+def test_a_mean_over_kinds_has_no_interval_of_a_share():
+    scores, kinds = [1.0] * 9 + [0.0] * 2, ["a"] * 9 + ["b"] * 2
+    facts = {"metric": "average", "chance": 25.0, "kinds": kinds, "targets": ["A"] * 11}
+    record = {"configuration": {}, "questions": {"mmstar": list(range(11))}, "tasks": {"mmstar": facts}}
+    runs = [
+        {"seed": 42, "arm": arm, "scores": {"mmstar": scores}, "percent": {"mmstar": 50.0}} for arm in ("none", "clip")
+    ]
+    (row, _) = scores_table(Statistics(record | {"runs": runs}))
+    assert row["none"] == row["clip"] == "50.0"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hub_server
 import pytest
+from comparison_runs import Caller
 from paths import ROOT
 from shell import only
 from warm_python import warm_python
@@ -197,3 +198,18 @@ def test_an_item_trains_its_arms_measures_them_and_writes_its_page(tiny, tmp_pat
     assert f"| layernorm@default: gain L2 | 53.25 | {gain:.4g} | {gain - 53.25:.4g} |" in page
     figures = [file.stem for file in folder.glob("norm-params*.png")]
     assert figures and all(f"![{figure}]({figure}.png)" in page for figure in figures)
+
+
+@pytest.mark.slow
+def test_scores_are_on_the_items_page_and_that_of_a_comparison_in_the_arms_folder_stays(tmp_path):
+    call = Caller(tmp_path, "reproduce", EVALUATE_FLAGS="--data-dir mine", TASKS="pope", CUDA_VISIBLE_DEVICES="")
+    of_comparison = tmp_path / "compare-nano/record.json"
+    of_comparison.parent.mkdir()
+    of_comparison.write_text("of three seeds")
+    done = call("table4", "--preset", "nano")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in call.seen() if line.startswith("evaluate")] == [
+        f"evaluate {arm}" for arm in ITEMS["table4"].arms
+    ]
+    assert "| nano, none: POPE |" in (call.out / "table4/index.md").read_text().replace("\\", "")
+    assert (call.out / "table4/nano/report.html").is_file() and of_comparison.read_text() == "of three seeds"

@@ -109,7 +109,10 @@ def change(run: Run, stage: str, field: str, value: object) -> None:
 
 
 # Stand-ins need no memory, so that two train at once on every machine with two cores.
-CALL = "from llava.compare import __main__, steps; steps.MEMORY_OF_RUN = 0.01; exit(__main__.main())"
+CALL = """from pathlib import Path
+from llava.compare import __main__, quickstart, steps
+steps.MEMORY_OF_RUN, quickstart.ROOT = 0.01, Path()
+exit(__main__.main())"""
 
 
 class Caller:

@@ -15,10 +15,10 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llava.compare.answers import SOURCES
-from llava.eval.results import CONTROLS
 from llava.utils.digests import fingerprint
 from llava.utils.provenance import RUN_FILE
 from llava.utils.versions import made_by, software
@@ -83,6 +83,8 @@ def arm_of(stage: Path) -> str:
 
 def train(flags: dict[str, str]) -> None:
     folder, seed = Path(flags["output_dir"]), int(flags["seed"])
+    if flags.get("mm_projector_lr") == os.environ.get("DIVERGES", ""):
+        sys.exit("NonFiniteError: too many steps were skipped")
     stage, arm = folder.name, arm_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("mm_projector.bin", "model.safetensors"):
@@ -119,18 +121,8 @@ def train(flags: dict[str, str]) -> None:
         if flags.get("eval_data_path") and (step % every == 0 or step == steps):
             share = 0.25 + (right_of(arm) - 0.25) * step / steps
             own = random.Random(f"{seed} {arm} {step}").random()
-            lines.append({"step": step, "eval/loss": 2 - share - 0.1 * own + off_best(arm, flags)})
+            lines.append({"step": step, "eval/loss": 2 - share - 0.1 * own})
     (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-
-
-def off_best(arm: str, flags: dict[str, str]) -> float:
-    """How far the projector's rate is from the arm's best one, as the records of `eval_data_path` say."""
-    best = json.loads(Path(flags["eval_data_path"]).read_text())
-    if not isinstance(best, dict):
-        return 0.0
-    if flags["mm_projector_lr"] == os.environ.get("DIVERGES"):
-        sys.exit("NonFiniteError: too many steps were skipped")
-    return abs(math.log10(float(flags["mm_projector_lr"]) / best[arm]))
 
 
 def right_of(arm: str) -> float:
@@ -138,21 +130,31 @@ def right_of(arm: str) -> float:
 
 
 def answer(flags: dict[str, str]) -> None:
-    for control in CONTROLS:
-        write_results(Path(flags["checkpoint"]), control, Path(flags["output-dir"]) / control)
+    checkpoint = Path(flags["checkpoint"])
+    write_results(checkpoint, Path(flags["output-dir"]), off_best(checkpoint, Path(flags["data"])))
+
+
+def off_best(checkpoint: Path, data: Path) -> float:
+    """What the projector's rate costs, whose best value by arm a file of questions says."""
+    if data.suffix != ".json":
+        return 0.0
+    rate = json.loads((checkpoint / "config.json").read_text())["mm_projector_lr"]
+    return 0.2 * abs(math.log10(rate / json.loads(data.read_text())[arm_of(checkpoint)]))
 
 
 def evaluate(words: list[str]) -> None:
-    write_results(Path(words[2]), "untouched", Path(words[words.index("--output-dir") + 1]))
+    flags = flags_of(words)
+    kinds = flags["tasks"].split(",") if "tasks" in flags else KINDS
+    write_results(Path(words[2]), Path(flags["output-dir"]), kinds=kinds)
 
 
-def write_results(checkpoint: Path, control: str, folder: Path) -> None:
-    """Questions are as hard for one arm as for another, up to a little luck; without pictures answers are guesses."""
+def write_results(checkpoint: Path, folder: Path, lost: float = 0.0, kinds: Sequence[str] = KINDS) -> None:
+    """Questions are as hard for one arm as for another, up to a little luck."""
     run, stage = arm_of(checkpoint), checkpoint.parent.parent.name
     tasks = {}
-    for kind in KINDS:
-        shared, own = random.Random(f"{stage} {kind}"), random.Random(f"{stage} {kind} {run} {control}")
-        share = right_of(run) if control == "untouched" else 0.25
+    for kind in kinds:
+        shared, own = random.Random(f"{stage} {kind}"), random.Random(f"{stage} {kind} {run}")
+        share = right_of(run) - lost
         samples = []
         for number in range(100):
             hit = 0.8 * shared.random() + 0.2 * own.random() < share
