@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.shapes import PRESETS, STAGES, build_llava
-from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.model.lora import add_lora
 from llava.train.memory import AUTO, OFFLOAD, Choice, choose
@@ -22,7 +21,7 @@ from llava.train.telemetry import flop_costs
 from llava.utils.commands import Parser
 
 NAMES = ("nano", "0.5b", "1.5b", "3b-qwen", "llama-3.2-3b", "qwen2.5-7b")
-SAMPLES = {1: SOURCES["llava-558k"].records, 2: SOURCES["llava-next"].records}
+SAMPLES = {1: 558_128, 2: 779_289}  # LLaVA-558K and LLaVA-NeXT's data
 TEXT, TARGETS = {1: 25, 2: 300}, {1: 20, 2: 200}  # tokens of a sample, on average
 COUNTS = (1, 8)
 GIB = 2**30

@@ -251,7 +251,9 @@ def timed(bench: Bench, arm: Arm, samples: list[list[Sample]]) -> dict[str, Any]
     times = [bench.run(batches, args.steps)[0] for _ in range(args.repeats)]
     median = statistics.median(times)
     collate = DataCollatorForSupervisedDataset(0, bench.visual, LONGEST)
-    work = np.mean([batch_work(collate(some)) for some in samples[: args.steps]], axis=0)
+    work = np.mean(
+        [batch_work(collate(some)) for some in map(samples.__getitem__, np.arange(args.steps) % len(samples))], axis=0
+    )
     tflops = float(flop_costs(bench.model) @ work) / median / 1e12
     rates = {"seconds": median, "seconds_max": max(times), "tflops": tflops}
     rates["tokens_per_second"] = float(work[0]) / median

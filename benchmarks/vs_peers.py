@@ -242,7 +242,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
 
 def check_first_loss(theirs: list[float], ours: list[float], tolerance: float) -> None:
     """Raises Failed if the losses of the first step differ: the runs did other work, and their speeds say nothing."""
-    if vs_upstream.loss_difference(theirs[:1], ours[:1]) > tolerance:
+    if not vs_upstream.loss_difference(theirs[:1], ours[:1]) <= tolerance:
         raise Failed(f"losses of the first step differ, {theirs[0]:.6f} and {ours[0]:.6f}")
 
 

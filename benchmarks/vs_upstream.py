@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
@@ -106,7 +107,7 @@ def main() -> None:
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
         theirs, ours = measured.values()
         difference = loss_difference(ours[-1]["losses"], theirs[-1]["losses"])
-        if difference > TOLERANCE[args.bf16]:
+        if not difference <= TOLERANCE[args.bf16]:
             sys.exit(f"error: {stage}: losses differ by up to {difference:.1e} (relative); speeds cannot be compared")
         row = {"stage": stage, "steps": steps, "batch": batch, "largest_relative_loss_difference": difference}
         for name, runs in (("upstream_samples_per_second", theirs), ("samples_per_second", ours)):
@@ -291,8 +292,8 @@ def run_logged(command: list[Path], variables: dict[str, Any], folder: Path) -> 
 
 
 def loss_difference(theirs: list[float], ours: list[float]) -> float:
-    """The largest relative difference between the losses of the same step."""
-    return max(abs(a - b) / abs(b) for a, b in zip(theirs, ours, strict=True))
+    """The largest relative difference between the losses of the same step; NaN if one is."""
+    return float(np.max([abs(a - b) / abs(b) for a, b in zip(theirs, ours, strict=True)]))
 
 
 def ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:

@@ -44,7 +44,9 @@ def variables() -> str:
         lines += ["", f"## {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
         lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
     lines += ["", "## Flags as variables", "", "| variable | [flag](flags.md) |", "|---|---|"]
-    lines += [f"| {name_cell(name)} | `--{flag}` |" for name, flag in script_flags("finetune").items()]
+    of_both = script_flags("pretrain")
+    for name, flag in script_flags("finetune").items():
+        lines.append(f"| {name_cell(name)} | `--{flag}`{'' if name in of_both else ', in stage 2 alone'} |")
     return "\n".join(lines)
 
 

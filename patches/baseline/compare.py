@@ -8,6 +8,7 @@ given upstream's sample order and initial projector, so that every number can be
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def main() -> int:
     worst = print_summary(report["arms"])
     (args.output / "comparison.json").write_text(json.dumps(report, indent=1))
     print(f"\nnumbers: {args.output / 'comparison.json'}")
-    return int(worst > args.tolerance or report["unpatched_equals_patched_none"] is False)
+    return int(math.isinf(worst) or worst > args.tolerance or report["unpatched_equals_patched_none"] is False)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -205,6 +206,7 @@ def compare_stage(args: argparse.Namespace, arm: str, stage: Stage) -> dict:
     print(f"\n{arm}, {stage.name}\n  step      upstream     this tree    difference")
     for step, (a, b) in enumerate(itertools.zip_longest(upstream, ours), 1):
         print(f"  {step:4}  {a:12.7f}  {b:12.7f}  {b - a:12.1e}")
+    differences = [abs(a - b) for a, b in zip(upstream, ours, strict=True)]
     norms = final_norm(theirs), final_norm(mine)
     if norms[0].keys() != norms[1].keys():
         sys.exit(f"error: {arm}, {stage.name}: final norms have {list(norms[0])} and {list(norms[1])}")
@@ -212,7 +214,7 @@ def compare_stage(args: argparse.Namespace, arm: str, stage: Stage) -> dict:
     result = {
         "upstream": upstream,
         "ours": ours,
-        "largest_loss_difference": max(abs(a - b) for a, b in zip(upstream, ours, strict=True)),
+        "largest_loss_difference": math.inf if any(map(math.isnan, differences)) else max(differences),
         "norm_target": targets,
         "largest_norm_difference": {k: (norms[0][k] - norms[1][k]).abs().max().item() for k in norms[0]},
         "largest_norm_value": {k: v.abs().max().item() for k, v in norms[0].items()},
