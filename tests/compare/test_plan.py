@@ -325,9 +325,8 @@ def test_the_second_studys_rates_are_those_of_its_tunings_lowest_losses():
     assert read_plan(DATA / "study-2-short.json").settings == record["choice"]
 
 
-@pytest.mark.parametrize("name", ["plan", "short", "long"])
-def test_the_third_studys_rates_are_those_of_its_tunings_most_right_answers(name):
-    tuning, plan = read_plan(DATA / "study-3-tuning.json"), read_plan(DATA / f"study-3-{name}.json")
+def test_the_third_studys_rates_are_those_of_its_tunings_most_right_answers():
+    tuning, plan = read_plan(DATA / "study-3-tuning.json"), read_plan(DATA / "study-3-plan.json")
     record = json.loads((DATA / "study-3-tuning-runs.json").read_text())
     assert record["plan"] == tuning.digest and record["points"] == tuning.points
     page = (ROOT / "docs/study-3-plan.md").read_text()
@@ -422,7 +421,7 @@ def test_the_other_numbers_of_the_studys_page_are_those_of_its_data():
     names = ("arm", "stage_1_rate", "projector_rate", "mean", "position")
     recorded = [[row[name] for name in names] for row in trial]
     table = re.findall(r"\| ([a-z_]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+)(?= \|)", study_page())
-    assert len(table) == 9 and [row for row in table if [row[0], *map(float, row[1:])] not in recorded] == []
+    assert len(table) == 6 and [row for row in table if [row[0], *map(float, row[1:])] not in recorded] == []
 
 
 # --- by the command ---------------------------------------------------------------------------------------------------
