@@ -133,48 +133,15 @@ def files_count_as_old(monkeypatch):
     monkeypatch.setattr("llava.utils.digests._CLOCK_STEP", 0.0)
 
 
-@pytest.fixture(scope="session")
-def chromium():
-    """The path of a Chromium."""
+@pytest.fixture(scope="module")
+def browser():
+    """Playwright's browser, a Chromium that is there."""
+    library = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")
-    return program
-
-
-@pytest.fixture(scope="session")
-def browse(tmp_path_factory, chromium):
-    """A function from a page and a window's width to its DOM after loading and what the console said."""
-    profile = tmp_path_factory.mktemp("browser")
-
-    def run(page, *flags, width=1200):
-        command = [
-            chromium,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            f"--user-data-dir={profile}",
-        ]
-        command += [
-            f"--window-size={width},900",
-            "--virtual-time-budget=5000",
-            *(flags or ["--dump-dom"]),
-            page.as_uri(),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    """Playwright's browser."""
-    library = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     with library.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -1,22 +1,22 @@
 """What the benchmarks share, and their page."""
 
-import argparse
 import csv
 import json
+import math
 
 import pytest
 
 from benchmarks import common, page, scale, vs_peers
 from benchmarks.peers import recording
-from llava.train.memory import estimate_memory
 
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tool_whose_first_loss_differs_has_no_speed():
+@pytest.mark.parametrize(("theirs", "ours"), [([7.01, 6.0], [7.0, 6.0]), ([math.nan], [2.0]), ([2.0], [math.nan])])
+def test_a_tool_whose_first_loss_differs_or_is_no_number_has_no_speed(theirs, ours):
     vs_peers.check_first_loss([7.00001, 6.1], [7.0, 6.0], 1e-4)
-    with pytest.raises(common.Failed, match=r"losses of the first step differ, 7.010000 and 7.000000"):
-        vs_peers.check_first_loss([7.01, 6.0], [7.0, 6.0], 1e-4)
+    with pytest.raises(common.Failed, match="losses of the first step differ"):
+        vs_peers.check_first_loss(theirs, ours, 1e-4)
 
 
 def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():
@@ -26,23 +26,6 @@ def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_estimated_states_equal_deepspeeds_where_everything_is_trained():
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-    model = scale.build(scale.Recipe("llama-3.2-3b", 2, False), {})
-    model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight
-    args = scale.arguments({"model_max_length": "1024"}, 8)
-    args.use_liger_kernel, args.deepspeed = False, "zero2"
-    args.hf_deepspeed_config = argparse.Namespace(config={"zero_optimization": {"stage": 2}})
-    estimate = estimate_memory(model, args, 1024)
-    elements = sum(p.numel() for p in model.parameters())
-    copies = 4 * elements / 8  # of gradients in fp32 in the optimizer's step, when there are no activations
-    states = estimate.parameters + estimate.gradients + estimate.optimizer + copies
-    theirs = estimate_zero2_model_states_mem_needs(elements, num_gpus_per_node=8, num_nodes=1, cpu_offload=False)[1]
-    assert states == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.slow

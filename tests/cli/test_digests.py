@@ -14,7 +14,7 @@ from llava.compare.answers import SOURCES
 from llava.data.checks import PlacedImage
 from llava.data.images import ImageStore
 from llava.utils import versions
-from llava.utils.digests import fingerprint, model_digest, revision, warn_of_other_base
+from llava.utils.digests import fingerprint, model_digest, revision
 from llava.utils.versions import code_digest
 
 
@@ -120,19 +120,3 @@ def test_a_mended_line_changes_the_digests_of_what_it_decides_alone(tmp_path, mo
     assert changed_by("asking.py") == changed_by("model/norm.py") == set(kinds)
     assert changed_by("eval/score.py") == {"EVALUATION"} and changed_by("train/train.py") == {"TRAINING"}
     assert changed_by("analysis/probe.py") == {"ANALYSIS", "ANSWERS"} and not changed_by("serve/web.py")
-
-
-def test_a_base_with_other_files_than_the_recorded_one_is_named(tmp_path, caplog):
-    for name in ("base", "lora"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "base/model.safetensors").write_text("a")
-    pair = str(tmp_path / "lora"), str(tmp_path / "base")
-    warn_of_other_base(*pair)
-    (tmp_path / "lora/resume.json").write_text(
-        json.dumps({"settings": {"language_model_files": model_digest(pair[1])}})
-    )
-    warn_of_other_base(*pair)
-    (tmp_path / "base/model.safetensors").write_text("b")
-    warn_of_other_base(*pair)
-    unchecked, other = caplog.messages
-    assert "was not checked" in unchecked and "other files" in other

@@ -1,6 +1,5 @@
 """Help comes at once, a dry run's command is the one that runs, and refusals take one line."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -22,16 +21,6 @@ def test_the_help_of_a_script_makes_no_environment_and_says_how_to_make_one(tmp_
     told = bash(str(tmp_path / "scripts/compare.sh"), "--help", cwd=tmp_path, LLAVA_PYTHON="")
     assert not (tmp_path / ".venv").exists()
     assert told.returncode == 2 and "bash scripts/setup.sh" in told.stderr
-
-
-def test_the_command_of_a_dry_run_is_the_one_that_runs():
-    flags = ["--run_name", "it's a name", "--mm_projector_lr=1e-4", "--lr_scheduler_kwargs", '{"a": [1, 2], "b": "$x"}']
-    settings = {"NUM_GPUS": 0, "LLAVA_PYTHON": "false", "MASTER_PORT": 29500}
-    shown = bash("scripts/pretrain.sh", *flags, DRY_RUN=1, **settings).stdout
-    command = shown.partition("command\n")[2].partition("\ninputs\n")[0]
-    data = json.loads(bash("scripts/pretrain.sh", *flags, DRY_RUN="json", **settings).stdout)
-    words = subprocess.run(["bash", "-c", f'printf "%s\\0" {command}'], capture_output=True, text=True, check=True)
-    assert words.stdout.split("\0")[:-1] == data["command"]
 
 
 LISTED = """

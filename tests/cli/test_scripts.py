@@ -175,14 +175,6 @@ def test_demo_preset_is_one_plain_process_on_a_cpu(resolved):
     assert "warmup_ratio" not in own and "lora_enable" not in own
 
 
-def test_environment_wins_over_preset_and_the_callers_flags_over_both(resolved):
-    flags = ("--max_grad_norm", "0.5", "--learning-rate=5e-4")
-    run = resolved("pretrain", *flags, PRESET="demo", NUM_GPUS=0, MAX_STEPS=7, LEARNING_RATE="2e-4")
-    assert run["flags"]["max_steps"] == "7"
-    assert run["command"][-3:] == list(flags)
-    assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
-
-
 def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
     run = resolved("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
