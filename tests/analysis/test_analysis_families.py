@@ -12,7 +12,6 @@ import pytest
 import saved_models
 import torch
 import transformers
-from packaging.version import Version
 from PIL import Image
 from saved_models import CHOSEN, SAVED
 from vision_language_models import IMAGE, batch_of
@@ -27,7 +26,6 @@ from llava.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 
 PROMPT = "What is it?"
 KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
-NEWER = ("gemma4",)
 NUMBERS = ("count", "mean", "std", "min", "max")
 
 
@@ -107,8 +105,6 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_saved_familys_tables_equal_an_independent_run(name, pictures, tmp_path):
     saved = SAVED[name]
-    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved_models.write(saved, tmp_path / "model")
     rows = run("interface-norms", tmp_path / "model", tmp_path / "out", pictures)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype="float32").eval()
@@ -153,19 +149,10 @@ def cells_of(height: int, width: int, grid) -> dict[tuple[int, int], tuple[slice
     return {(r, c): (parts[0][r], parts[1][c]) for r, c in itertools.product(*map(range, grid))}
 
 
-def assert_lit(changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
-    """Each marked cell must be the brightest of the map of how much every token changed, for its usual change."""
-    usual = torch.stack(list(changes.values())).mean(dim=0)
-    for cell, change in changes.items():
-        heat = (change / usual).view(grid)
-        assert divmod(int(heat.argmax()), grid[1]) == cell
-
-
 @pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
-    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("needs a newer transformers, whose own class or processor fails here")
+    """It is the brightest of the map of how much every token changed, for its usual change."""
     model, (size, grid) = saved_models.write(SAVED[name], tmp_path).eval(), PLACES[name]
     family = family_of(model.config.model_type)
     prepare = library_inputs(load_processor(str(tmp_path)), model.device, model.dtype, family)
@@ -192,7 +179,8 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
         marked[..., rows, columns] = torch.tensor([high, low, low])[:, None, None]  # red
         changed = inputs | {source: marked} if source in PIXELS else prepared(marked.movedim(0, -1))
         changes[cell] = (entering(changed) - before).norm(dim=-1)
-    assert_lit(changes, grid)
+    usual = torch.stack(list(changes.values())).mean(dim=0)
+    assert [divmod(int((change / usual).argmax()), grid[1]) for change in changes.values()] == list(changes)
 
 
 def test_a_family_that_cannot_be_measured_is_refused_by_name_in_one_line(pictures, tmp_path, capsys):

@@ -9,7 +9,6 @@ import pytest
 import saved_models
 import torch
 import transformers
-from packaging.version import Version
 from PIL import Image
 from saved_models import SAVED
 from tiny_models import make
@@ -26,15 +25,12 @@ from llava.families import family_of, find_parts
 
 FEW = ["llava_next", "qwen3_vl", "ovis2", "gemma3"]
 TRIED = [*SAVED] if os.environ.get("FAMILIES") == "all" else FEW
-NEWER = ("gemma4",)
 
 
 @pytest.fixture(scope="module", params=TRIED)
 def family(request, tmp_path_factory):
     """A model of the family in eval mode, the path of its projector, and inputs with a picture."""
     name = request.param
-    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved, folder = SAVED[name], tmp_path_factory.mktemp("model")
     model = saved_models.write(saved, folder).eval()
     prepare = library_inputs(load_processor(str(folder)), "cpu", torch.float32, family_of(model.config.model_type))

@@ -7,12 +7,11 @@ import pytest
 import torch
 from activations import kept_by_one_layer
 from batches import IMG, assert_layouts_agree, batch, collated, loss_and_gradients, one_by_one, pictures
+from counted_operations import assert_counted_operations_equal_pytorchs_counter, no_rotary_product
 from decoder_families import CASES, NAMES, write_families
-from rotary_product import no_rotary_product
 from tiny_models import SIZES, make
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 from training import rotary_frequencies, training_arguments
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,7 @@ from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_a
 from llava.model.builder import read_config
 from llava.model.language_model.families import DECODERS, LLAVA_CLASSES
 from llava.train.memory import estimate_memory
-from llava.train.telemetry import attention_windows, batch_work, flop_costs
+from llava.train.telemetry import attention_windows, batch_work
 
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
@@ -36,10 +35,6 @@ def families(tiny):
 def models(families):
     """An untrained LLaVA of each family, in eval mode; tests leave it as they found it."""
     return {name: make(families, f"families/{name}", tower="clip") for name in NAMES}
-
-
-def plain(families, name):
-    return AutoModelForCausalLM.from_pretrained(families / "families" / name).eval()
 
 
 def spliced(model, *samples):
@@ -62,7 +57,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, n
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_generation_equal_the_plain_decoders(families, models, name):
-    model, decoder = copy.deepcopy(models[name]), plain(families, name)
+    model, decoder = copy.deepcopy(models[name]), AutoModelForCausalLM.from_pretrained(families / "families" / name)
     inputs, embeds, mask = spliced(model, [5, IMG, 6, 7], [8, 9, 10, 11, 12, 13, IMG, 14])
     ours = model(inputs_embeds=embeds, attention_mask=mask).logits
     theirs = decoder(inputs_embeds=embeds, attention_mask=mask).logits
@@ -222,17 +217,9 @@ def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
 @no_rotary_product
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_operations_equal_pytorchs_counter(models, name):
-    """Eager attention computes all pairs, so these are counted here as well, with and without a window."""
+    """With and without a window."""
     model = copy.deepcopy(models[name]).train().requires_grad_(True)
-    model.padding_free = True
-    model.config._attn_implementation = "eager"
-    model.get_vision_tower().vision_model.set_attn_implementation("eager")
-    inputs = collated([[5, IMG, *range(6, 40), IMG, 41]])
-    with FlopCounterMode(display=False) as counter:
-        model(**inputs).loss.backward()
-    work = batch_work(inputs)
-    work[1] = work[0] ** 2
-    assert counter.get_total_flops() == flop_costs(model) @ work
+    assert_counted_operations_equal_pytorchs_counter(model, collated([[5, IMG, *range(6, 40), IMG, 41]]))
 
 
 @pytest.mark.parametrize("name", NAMES)

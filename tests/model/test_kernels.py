@@ -49,9 +49,6 @@ def test_a_compiled_tower_equals_the_plain_one_for_any_number_of_pictures():
     assert not counters["graph_break"]
 
 
-# --- what kernels that need a GPU are given --------------------------------------------------------------------------
-
-
 # --- Liger ------------------------------------------------------------------------------------------------------------
 
 

@@ -42,10 +42,6 @@ PROMPTS = [
 GRIDS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
 
 
-def picture(name):
-    return Image.open(GOLDEN / "images/png" / f"{name}.png")
-
-
 def config(mode):
     return SimpleNamespace(image_aspect_ratio=mode, image_grid_pinpoints=GRIDS)
 
@@ -64,13 +60,9 @@ def levels(pixels, processor):
 def test_pixels_equal_those_of_upstreams_dataset(key):
     name, mode, file = key.split("/")
     processor = PROCESSORS[name]
-    pixels = process_images([picture(file)], processor, config(mode))
+    pixels = process_images([Image.open(GOLDEN / "images/png" / f"{file}.png")], processor, config(mode))
     assert pixels.shape == (1, *LEVELS[key].shape) and pixels.dtype == torch.float32
     assert np.abs(levels(pixels[0], processor) - LEVELS[key]).max() <= 1.01
-
-
-def reopened(image: Image.Image, kind: str) -> Image.Image:
-    return Image.open(io.BytesIO(encoded(image, kind)))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
@@ -82,7 +74,8 @@ def test_modes_of_8_bits_become_the_rgb_of_pillow(mode):
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
 def test_16_bit_grey_of_every_format_is_scaled_by_its_full_range(kind):
     levels = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
-    ours = np.asarray(to_rgb(reopened(Image.fromarray(levels), kind))).astype(float)
+    image = Image.open(io.BytesIO(encoded(Image.fromarray(levels), kind)))
+    ours = np.asarray(to_rgb(image)).astype(float)
     assert np.abs(ours - levels[..., None] / 257).max() <= 1.01
 
 

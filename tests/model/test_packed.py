@@ -176,17 +176,6 @@ def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.numeric
-def test_the_loss_in_a_step_is_that_of_all_logits(model, monkeypatch):
-    inputs = batch(BATCHES["several_images"])
-    loss, gradients = loss_and_gradients(model, True, SEGMENTS, **inputs)
-    monkeypatch.setattr("llava.model.loss.chunked_loss", plain_loss)
-    expected_loss, expected = loss_and_gradients(model, True, SEGMENTS, **inputs)
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
-
-
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)

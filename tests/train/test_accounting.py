@@ -7,9 +7,8 @@ import pytest
 import torch
 from activations import Kept, kept_by_one_layer
 from batches import IMG, collated
-from rotary_product import no_rotary_product
+from counted_operations import assert_counted_operations_equal_pytorchs_counter, no_rotary_product
 from tiny_models import STAGE_1, STAGE_2, make, trained
-from torch.utils.flop_counter import FlopCounterMode
 from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 
 from llava.model.attention import SEGMENTS
@@ -19,7 +18,6 @@ from llava.train.arguments import parse_flags
 from llava.train.build import build_model
 from llava.train.memory import MemoryEstimate, estimate_memory, layers_to_recompute, rows_of_cards
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.telemetry import batch_work, flop_costs
 from llava.train.zero import check_zero, fit_zero, gathered_units
 
 V = 4  # visual tokens per image: 16 px in patches of 8
@@ -30,21 +28,12 @@ V = 4  # visual tokens per image: 16 px in patches of 8
     ("tower", "case"), [("siglip", "stage 1"), ("clip", "stage 2"), ("siglip", "decoder only"), ("clip", "lora")]
 )
 def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
-    """Eager attention computes all pairs, so these are counted here as well."""
     parts = {"stage 1": STAGE_1, "decoder only": {LANGUAGE_MODEL}, "lora": {ADAPTER, LANGUAGE_MODEL}}
     model = make(tiny, tower=tower).train()
     if case == "lora":
         add_lora(model, r=4, alpha=8, dropout=0.0, dtype=torch.float32)
     set_trainable(model, frozenset(parts.get(case, STAGE_2)))
-    model.padding_free = True
-    model.config._attn_implementation = "eager"
-    model.get_vision_tower().vision_model.set_attn_implementation("eager")
-    inputs = collated([[5, IMG, *range(6, 40), IMG, 41]])
-    with FlopCounterMode(display=False) as counter:
-        model(**inputs).loss.backward()
-    work = batch_work(inputs)
-    work[1] = work[0] ** 2
-    assert counter.get_total_flops() == flop_costs(model) @ work
+    assert_counted_operations_equal_pytorchs_counter(model, collated([[5, IMG, *range(6, 40), IMG, 41]]))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -278,15 +278,10 @@ def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplo
         assert f"{tmp_path / 'run'}: this run is finished, after {steps} steps; nothing is written" in said
 
 
-@pytest.fixture
-def no_steps(monkeypatch):
-    """Makes the test fail if a training step is computed."""
-    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["before the final save", "model was cut off"])
-def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, whole, no_steps, killed):
+def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, whole, monkeypatch, killed):
+    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
     if killed != "before the final save":
         for name in ("config.json", "resume.json"):
             shutil.copy(whole / name, copy)

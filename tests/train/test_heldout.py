@@ -25,10 +25,6 @@ def heldout(tiny):
     return f"{tiny}/data/varied.json,{tiny}/data/finetune.json"
 
 
-def logged(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
-
-
 def tensors(folder) -> dict[str, torch.Tensor]:
     """All weights that a folder holds, by file and name."""
     files = {f.name: load_file(f) for f in folder.glob("*.safetensors")}
@@ -39,7 +35,8 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 
 def evaluations(folder) -> list[dict]:
     """The log's lines about held-out data, without what differs between equal runs."""
-    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in logged(folder) if "eval/loss" in line]
+    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in lines if "eval/loss" in line]
 
 
 # --- which samples ----------------------------------------------------------------------------------------------------

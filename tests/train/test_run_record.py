@@ -59,13 +59,16 @@ def test_a_library_preloaded_for_other_kernels_makes_another_configuration_an_al
     assert set(changed) == {"devices"} and changed["devices"][1]["preloaded"] == "libfakeintel.so"
 
 
-def test_an_adapter_on_another_base_is_named(tiny, runs, tmp_path, caplog):
-    adapter, base = runs / "none/mm_projector.bin", shutil.copytree(tiny / "llama", tmp_path / "base")
-    for name, model in (("same", tiny / "llama"), ("other", base)):
+@pytest.mark.parametrize(("part", "flag"), [("llama", "model_name_or_path"), ("siglip", "vision_tower")])
+def test_an_adapter_on_another_base_or_tower_is_named(tiny, runs, tmp_path, caplog, part, flag):
+    adapter, copy = runs / "none/mm_projector.bin", shutil.copytree(tiny / part, tmp_path / part)
+    for name in ("same", "other"):
         caplog.clear()
-        train(flags(tiny, tmp_path / name, 2, model=model, norm="none", pretrain_mm_mlp_adapter=adapter, max_steps=1))
+        train(
+            flags(tiny, tmp_path / name, 2, norm="none", pretrain_mm_mlp_adapter=adapter, max_steps=1, **{flag: copy})
+        )
         assert ("trained on a base with other files" in caplog.text) == (name == "other")
-        (base / "config.json").write_text((base / "config.json").read_text() + "\n")
+        (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
 
 
 def test_one_bit_of_a_weight_changes_the_digest(tiny, tmp_path):
