@@ -1,6 +1,5 @@
 """The quickstart and its answers: what runs beside what, what a second call leaves out, what is refused, its page."""
 
-import argparse
 import html
 import json
 import re
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from comparison_runs import Caller, write_run
+from comparison_runs import Caller
 from paths import ROOT
 from PIL import Image
 from study_stub import KINDS
@@ -20,17 +19,12 @@ from llava import asking
 from llava.compare import answers, quickstart, steps
 from llava.compare.__main__ import main
 from llava.compare.quickstart import Quickstart
-from llava.compare.record import read_record
 from llava.compare.steps import Step, StepError, run_lanes
-from llava.compare.tables import Statistics
 from llava.eval.results import TaskResult, read_results, write_results
 from llava.launch import devices
 from llava.launch.settings import NAMES
-from llava.utils.intervals import share_interval
 
 ARMS = ("none", "gwc_layernorm")
-HOSTILE = "<img src=x onerror=document.title='hacked'>"
-QUESTIONS, RIGHT = 24, {"none": 9, "gwc_layernorm": 18}
 
 
 # --- the flow ---------------------------------------------------------------------------------------------------------
@@ -59,7 +53,9 @@ def test_an_interruption_ends_every_arm_a_rerun_resumes_and_another_trains_nothi
     assert hangs in lines and "train 42 gwc_layernorm pretrain" not in lines
     assert lines.index(hangs) < lines.index("train 42 none finetune") < lines.index("answer none")
     assert lines[-1].startswith("measure update-rates")
-    assert "gwc_layernorm minus none" in (call.out / "index.html").read_text()
+    page = (call.out / "index.html").read_text()
+    assert "gwc_layernorm minus none" in page and "the arms cannot be ranked" in page
+    assert not re.findall(r"""src=["'](?!data:)""", page) and f"none: {html.escape('<b>a</b>')}" in page
     before = json.loads((call.out / "record.json").read_text())["times"]
 
     again = call()
@@ -132,50 +128,7 @@ def test_a_failed_step_names_its_log_and_ends_the_other_lane(tmp_path):
     assert (tmp_path / "told").exists() and not (tmp_path / "c.log").exists()
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_scores_have_intervals_arms_their_paired_difference_and_the_page_escapes_answers(tmp_path, monkeypatch, capsys):
-    """By made-up models."""
-    data, out = tmp_path / "playground/data/photos", tmp_path / "out"
-    monkeypatch.setattr(quickstart, "ROOT", tmp_path)
-    (data / "images").mkdir(parents=True)
-    turns = [{"from": "human", "value": "<image>\nWhich?"}, {"from": "gpt", "value": "right"}]
-    records = [
-        {"id": f"q{i}", "image": f"{i}.png", "kind": ("color", "shape")[i % 2], "choices": [*"abcd"]}
-        | {"conversations": turns}
-        for i in range(QUESTIONS)
-    ]
-    for i in range(QUESTIONS):
-        Image.new("RGB", (400, 300), (10 * i, 0, 0)).save(data / f"images/{i}.png")
-    (data / "heldout.json").write_text(json.dumps(records))
-
-    def answers_of(checkpoint, records, images, batch_size):
-        right = RIGHT[Path(checkpoint).parent.name]
-        return [("Right." if i >= QUESTIONS - right else HOSTILE, -1.0) for i in range(len(records))]
-
-    monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
-    monkeypatch.setattr(answers, "answers_of", answers_of)
-    monkeypatch.setattr(Quickstart, "measurements", lambda *_: {})
-    for arm in ARMS:
-        write_run(out, None, arm, 0.5)
-        words = {"checkpoint": out / arm / "finetune", "data": data, "output_dir": out / "answers" / arm}
-        answers.run(argparse.Namespace(**words, batch_size=80))
-    Quickstart("demo", list(ARMS), [], out, "photos").page()
-
-    stats = Statistics(read_record(out))
-    assert stats.scores["none"]["all questions"] == [pytest.approx(100 * 9 / 24)]
-    difference = stats.results["gwc_layernorm"]["all questions"]
-    assert (difference["won"], difference["lost"], difference["delta"]) == (9, 0, pytest.approx(37.5))
-    assert difference["low"] < 37.5 < difference["high"] and difference["verdict"] == ""
-    low, high = share_interval(9, 24)
-    printed = capsys.readouterr().out
-    assert re.search(rf"all questions +37\.5 \({100 * low:.0f} to {100 * high:.0f}\) .* 25\.0", printed)
-    page = (out / "index.html").read_text()
-    assert not re.findall(r"""src=["'](?!data:)""", page) and "<img src=x" not in page
-    assert html.escape("<img src=x", quote=False) in page and 'alt="Which?"' in page
-    assert "the arms cannot be ranked" in page and "+37.50 points" in page
+# --- recorded answers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["weights", "questions", "pictures", "precision", "code"])
@@ -210,9 +163,6 @@ def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
 
 
-# --- recorded answers -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def data(tiny, trained, tmp_path):
     """A prepared folder that asks each question about each colour, every question a kind."""
@@ -226,7 +176,7 @@ def data(tiny, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_are_scored_by_kind_and_asked_again_only_after_a_change(data, trained, tmp_path, monkeypatch):
+def test_answers_are_scored_by_kind_and_asked_once(data, trained, tmp_path, monkeypatch):
     places = ("--checkpoint", trained("none"), "--data", data, "--output-dir", tmp_path / "out")
     words = ["answers", *map(str, places)]
     assert main([*words, "--batch-size", "5"]) == 0
@@ -234,17 +184,5 @@ def test_answers_are_scored_by_kind_and_asked_again_only_after_a_change(data, tr
     assert all(task.score > 90 and task.chance == 50 for task in found.values())
     values = [sample.log_probability for task in found.values() for sample in task.samples]
     assert min(values) < max(values) <= 0
-
-    def never(*_, **__):
-        raise AssertionError("asked again")
-
-    monkeypatch.setattr(asking, "load_assistant", never)
+    monkeypatch.setattr(asking, "load_assistant", lambda *_, **__: pytest.fail("asked again"))
     assert main(words) == 0  # all are recorded
-    for name, another in (("fastest_dtype", lambda: "float16"), ("made_by", lambda sources: {"torch": "1.0"})):
-        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="asked again"):
-            patch.setattr(answers, name, another)
-            main(words)
-    picture = data / "images/red.png"
-    Image.new("RGB", (20, 16), "grey").save(picture)
-    with pytest.raises(AssertionError, match="asked again"):
-        main(words)

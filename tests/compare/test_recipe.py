@@ -1,11 +1,9 @@
-"""`llava.Recipe`: the scripts' run from Python, its failures, Ctrl-C, and both stages with an answer."""
+"""`llava.Recipe`: the scripts' run from Python, its failures, and both stages with an answer."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 from paths import ROOT
@@ -15,24 +13,11 @@ from run_inputs import inputs_in
 from llava import Recipe, asking
 from llava.launch.recipe import STAGES
 
-# In place of Python: a rank that prints, and fails, or saves on SIGUSR1 as the trainer does.
+# In place of Python: a rank that prints and fails.
 STAND_IN_TRAINER = f"""#!{sys.executable}
-import os, pathlib, signal, time
-def save(*_):
-    time.sleep(0.5)
-    pathlib.Path(os.environ["SAVED"]).touch()
-    checkpoint = pathlib.Path(os.environ["OUTPUT_DIR"], "checkpoint-1")
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "complete.json").touch()
-    os._exit(0)
-signal.signal(signal.SIGUSR1, save)
 print("step 1", flush=True)
-if os.environ["BEHAVIOUR"] == "fails":
-    raise SystemExit("loss is not finite")
-while True:
-    time.sleep(0.1)
+raise SystemExit("loss is not finite")
 """
-EVERYTHING = "from llava import Recipe; Recipe('demo', num_gpus=0).pretrain()"
 
 
 @pytest.fixture
@@ -41,7 +26,7 @@ def stand_in(tmp_path):
     python = tmp_path / "python"
     python.write_text(STAND_IN_TRAINER)
     python.chmod(0o755)
-    own = {"LLAVA_PYTHON": python, "OUTPUT_DIR": tmp_path / "out", "SAVED": tmp_path / "saved"}
+    own = {"LLAVA_PYTHON": python, "OUTPUT_DIR": tmp_path / "out"}
     return {name: str(value) for name, value in (own | inputs_in(tmp_path)).items()}
 
 
@@ -87,27 +72,13 @@ def test_a_recipe_in_another_clone_is_refused_by_both_paths(tmp_path, monkeypatc
 
 
 def test_a_failed_run_is_an_error_below_what_it_printed(stand_in, monkeypatch, capfd):
-    for name, value in (stand_in | {"BEHAVIOUR": "fails"}).items():
+    for name, value in stand_in.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="^pretrain failed with status 1; "):
         Recipe("demo", num_gpus=0).pretrain()
     printed = capfd.readouterr()
     assert printed.out.startswith(f"pretrain: the scripts of {ROOT}\n") and "step 1\n" in printed.out
     assert "loss is not finite\n" in printed.out + printed.err
-
-
-@pytest.mark.slow
-def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):
-    environment = os.environ | stand_in | {"BEHAVIOUR": "saves"}
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    process = subprocess.Popen([sys.executable, "-c", EVERYTHING], env=environment, preexec_fn=listens, **options)
-    assert any(line == "step 1\n" for line in process.stdout)  # while it runs
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert (tmp_path / "saved").exists()
-    assert stderr.rstrip().endswith("KeyboardInterrupt") and "stopping: waiting for the running steps" in stderr
-    assert "the ranks save after the current step and stop" in stderr
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import hub_server
 import pytest
@@ -26,17 +25,14 @@ LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwe
 DATA = ["llava-558k", "llava-next"]
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def hub(tiny):
     """A hub with tiny models under their published names."""
     with hub_server.serve() as hub:
         for name, source in LLMS.items():
             repository = MODELS[name]
-            files = files_in(tiny / source) | {"pytorch_model.bin": b"not needed"}
+            files = {path.name: path.read_bytes() for path in (tiny / source).iterdir()}
+            files["pytorch_model.bin"] = b"not needed"
             hub.models[repository] = hub_server.Repository(repository, files)
         yield hub
 

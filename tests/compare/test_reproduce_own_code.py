@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_files import encoded
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
@@ -34,9 +35,8 @@ def shard() -> bytes:
     """The pictures as a benchmark's file."""
     rows = []
     for picture in pictures():
-        stream = io.BytesIO()
-        Image.fromarray(picture).save(stream, "PNG")
-        rows.append({"image": {"bytes": stream.getvalue(), "path": None}, "question": QUESTION, "answer": "A"})
+        image = {"bytes": encoded(Image.fromarray(picture)), "path": None}
+        rows.append({"image": image, "question": QUESTION, "answer": "A"})
     stream = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), stream)
     return stream.getvalue()
