@@ -8,6 +8,7 @@ from data_files import COLOURS
 from PIL import Image
 from tiny_models import V, make
 from transformers import AutoTokenizer
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.asking import Assistant
 from llava.constants import IMAGE_TOKEN_INDEX
@@ -19,15 +20,10 @@ SIZES = ((20, 16), (16, 16), (9, 30))
 
 @pytest.fixture
 def assistant(tiny):
-    tokenizer, processor = AutoTokenizer.from_pretrained(tiny / "llama"), make_processor(tiny)
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
+    processor = SiglipImageProcessorPil.from_pretrained(tiny / "siglip")
     model = make(tiny).double()
     return Assistant("tiny", tokenizer, model, processor, get_template("qwen_1_5"))
-
-
-def make_processor(tiny):
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    return SiglipImageProcessorPil.from_pretrained(tiny / "siglip")
 
 
 def conversation(answer, question="<image>\nWhat is it?"):

@@ -107,10 +107,6 @@ def on_the_page(page) -> list[list[str]]:
     return [*said, page.locator("img[alt^=Where]").evaluate_all("all => all.map(image => image.src)")]
 
 
-def wait_for_message(page, text: str) -> None:
-    page.get_by_test_id("toast-text").get_by_text(text).wait_for(timeout=PATIENCE)
-
-
 def test_both_arms_answer_about_an_uploaded_picture(page, tiny):
     ask_and_wait(page, tiny / "data/images/red.png")
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
@@ -130,10 +126,6 @@ def test_an_example_fills_picture_and_question(page):
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTH
 
 
-def shows_messages(page, number: int) -> None:
-    page.wait_for_function(f"document.querySelectorAll('.message').length == {number}", timeout=PATIENCE)
-
-
 def test_stop_at_any_moment_drops_the_question_for_both_and_clear_forgets_all(page, tiny):
     ask_and_wait(page, tiny / "data/images/red.png")
     before = on_the_page(page)
@@ -142,8 +134,9 @@ def test_stop_at_any_moment_drops_the_question_for_both_and_clear_forgets_all(pa
         ask(page, "slowly?")
         page.wait_for_timeout(milliseconds)
         page.get_by_role("button", name="Stop").click()
-        wait_for_message(page, STOPPED)
-        shows_messages(page, 2 * len(before[0]))
+        page.get_by_test_id("toast-text").get_by_text(STOPPED).wait_for(timeout=PATIENCE)
+        shown = f"document.querySelectorAll('.message').length == {2 * len(before[0])}"
+        page.wait_for_function(shown, timeout=PATIENCE)
         assert on_the_page(page) == before and page.locator(".error").count() == 0, milliseconds
         page.get_by_test_id("toast-close").first.click()
         page.get_by_test_id("toast-text").wait_for(state="detached", timeout=PATIENCE)
@@ -253,33 +246,3 @@ def test_no_event_opens_or_fetches_what_was_not_uploaded(address, inner, tmp_pat
 
 
 PUBLIC = ["http://8.8.8.8/a.png", "https://huggingface.co/a.png"]  # Gradio itself would open them
-
-
-@pytest.mark.parametrize("way", ["call", "run", "api"])
-def test_no_direct_call_opens_or_fetches_what_was_not_uploaded(address, inner, way):
-    server, requests = inner
-    names = [name for _, name, kinds in events(address) if "image" in kinds]
-    assert names == ["ask"]
-    body = {"data": [{"path": f"{server}/a.png", "is_stream": True}, "why?", None], "session_hash": way}
-    _, text = post(f"{address}gradio_api/{way}/ask", body)
-    if way == "call":  # gives a number by which the answer is fetched
-        with urllib.request.urlopen(f"{address}gradio_api/call/ask/{json.loads(text)['event_id']}") as stream:
-            text = stream.read().decode()
-    assert "assistant" not in text and requests == []
-
-
-def test_the_page_passes_no_address_and_no_file_of_the_machine_on(address, inner):
-    server, requests = inner
-    places = [f"{way}{url}" for way in ("file=", "file/", "proxy=") for url in (f"{server}/a.png", *PUBLIC)]
-    for place in [*places, "file=/etc/passwd", f"file={ROOT}/README.md"]:
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{address}gradio_api/{place}", timeout=5)
-        assert refused.value.code in (400, 403, 404)
-    assert requests == []
-
-
-def test_what_was_uploaded_is_opened(address, tiny):
-    path = upload(address, (tiny / "data/images/red.png").read_bytes())
-    ask = next(event for event, _, kinds in events(address) if "image" in kinds and "textbox" in kinds)
-    stream = joined(address, ask, [{"path": path}, QUESTIONS[0] + POPE_SUFFIX, None], "uploaded")
-    assert "Yes" in stream and told(stream) == []

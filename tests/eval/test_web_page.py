@@ -33,10 +33,6 @@ def asked(question=ASK):
     return with_question([], question)
 
 
-def probe_of(assistant):
-    return Probe("x", assistant.model, find_parts(assistant.model, Family(), IMAGE_TOKEN_INDEX))
-
-
 def flags(*words):
     return web.parser().parse_args(["--model-path", "x", "--max-new-tokens", "8", *words])
 
@@ -157,7 +153,8 @@ def test_the_heatmap_is_the_librarys_attention_of_the_answers_tokens(assistant, 
             weights = torch.stack(assistant.model(**batch.inputs, output_attentions=True, use_cache=False).attentions)
     finally:
         config._attn_implementation = before
-    visual = probe_of(assistant).groups(batch)[0] == VISUAL
+    probe = Probe("x", assistant.model, find_parts(assistant.model, Family(), IMAGE_TOKEN_INDEX))
+    visual = probe.groups(batch)[0] == VISUAL
     length = batch.input_ids.shape[1]
     asking = range(length - len(answer_ids) - 1, length - 1) if answer_ids else [length - 1]
     expected = weights[:, 0].mean(dim=(0, 1))[list(asking)][:, visual].mean(dim=0)
