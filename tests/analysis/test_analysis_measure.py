@@ -226,32 +226,21 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
     assert batch.mask.all()
 
 
-def saved_encoder(folder, model_type, **more):
-    tower = TOWERS[model_type]
-    sizes = VISION_SIZES | {"vision_use_head": False} | more
-    encoder = tower.model_class(tower.config_class(**sizes)).eval()
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    encoder.save_pretrained(folder)
-    return encoder
-
-
-def load_encoder(folder, layer):
-    args = arguments("interface-norms", "--vision-layer", layer)
-    return models.load_encoder(NamedModel("encoder", str(folder)), args)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [-2, 0])
 @pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"siglip2_vision_model"}))
 @torch.no_grad()
 def test_a_lone_encoders_tokens_are_the_librarys_patches(tmp_path, model_type, layer):
-    encoder = saved_encoder(tmp_path, model_type)
+    tower_class = TOWERS[model_type]
+    encoder = tower_class.model_class(tower_class.config_class(**VISION_SIZES, vision_use_head=False)).eval()
+    for parameter in encoder.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    encoder.save_pretrained(tmp_path)
     picture = Image.new("RGB", (16, 16), (200, 40, 90))
     picture.paste((0, 90, 0), (3, 3, 9, 12))
-    tokens = load_encoder(tmp_path, layer)(samples.PicturePrompt("x", picture, ""))
-    tower = TOWERS[model_type](encoder.config)
+    args = arguments("interface-norms", "--vision-layer", layer)
+    tokens = models.load_encoder(NamedModel("encoder", str(tmp_path)), args)(samples.PicturePrompt("x", picture, ""))
+    tower = tower_class(encoder.config)
     pixels = tower.default_image_processor()(images=[picture], return_tensors="pt")["pixel_values"]
     state = encoder(pixels, output_hidden_states=True).hidden_states[layer]
     patches = state[:, tower.num_prefix_tokens :].flatten(0, 1)

@@ -21,11 +21,6 @@ def test_a_summary_holds_numpys_moments_and_quantiles_and_nan_where_there_are_no
     assert empty.pop("count") == 0 and np.isnan(list(empty.values())).all() and empty.keys() < summary.keys()
 
 
-def arguments(folder, **others):
-    defaults = {"command": "demo", "argv": ["demo", "--seed", "3"], "output_dir": folder, "models": [], "seed": 3}
-    return SimpleNamespace(**(defaults | {"data": None} | others))
-
-
 def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
@@ -34,8 +29,8 @@ def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path
         output.with_paper({"model": "ours", "mean": 3.2, "n": 7}, {"mean": 1.5}),
         {"model": "other", "mean": float("nan"), "n": 1},
     ]
-    args = arguments(tmp_path / "out", models=[NamedModel("ours", str(model))])
-    output.write_result(args, rows)
+    args = {"command": "demo", "argv": ["demo", "--seed", "3"], "output_dir": tmp_path / "out", "seed": 3, "data": None}
+    output.write_result(SimpleNamespace(**args, models=[NamedModel("ours", str(model))]), rows)
     document = json.loads((tmp_path / "out/demo.json").read_text())
     assert document["rows"][0] == {"model": "ours", "mean": 3.2, "mean (paper)": 1.5, "n": 7}
     assert document["rows"][1]["mean"] is None

@@ -32,11 +32,6 @@ def same_rows(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
-def final_norm(model: nn.Module) -> nn.Module:
-    decoder = next(m for m in model.modules() if any(c is model.get_input_embeddings() for c in m.children()))
-    return decoder.norm
-
-
 @pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
 @torch.no_grad()
 def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
@@ -61,7 +56,8 @@ def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
     for layer, (states, expected) in enumerate(zip(seen.hidden_states[:-1], plain.hidden_states, strict=False)):
         if layer == 0 or model.config.model_type != "qwen3_vl":
             assert torch.allclose(states[mask], expected[mask], atol=1e-5)
-    last = final_norm(model)(seen.hidden_states[-1])
+    decoder = next(m for m in model.modules() if any(c is model.get_input_embeddings() for c in m.children()))
+    last = decoder.norm(seen.hidden_states[-1])
     assert torch.allclose(last[mask], plain.hidden_states[-1][mask], atol=1e-5)
 
 

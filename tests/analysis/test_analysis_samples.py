@@ -1,12 +1,12 @@
 """Samples from pictures, records and Parquet tables, and the messages about data that cannot be used."""
 
-import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from analysis_commands import arguments
+from data_files import encoded
 from PIL import Image
 
 from llava.analysis import output
@@ -23,9 +23,7 @@ def chosen(*flags):
 
 
 def png(colour) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (4, 3), colour).save(stream, "PNG")
-    return stream.getvalue()
+    return encoded(Image.new("RGB", (4, 3), colour))
 
 
 def test_records_are_drawn_by_the_seed_and_have_one_picture(data):
