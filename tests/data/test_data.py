@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from data_files import turns
 from training import flags
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -33,10 +34,6 @@ def dataset(tiny, tokenizer, tmp_path):
     return made
 
 
-def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
-    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -54,7 +51,7 @@ def test_unreadable_file_is_named(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, name):
-    records = [{"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(3)]
+    records = [{"id": i, "image": "é.png", "conversations": turns("<image>é", "yes")} for i in range(3)]
     lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     for text, encoding in ((lines, "utf-8-sig"), (json.dumps(records, indent=1), "utf-8")):
         (tmp_path / name).write_text(text, encoding=encoding, newline="")
@@ -65,7 +62,7 @@ def test_a_folder_stands_for_every_file_below_it_and_nothing_there_is_passed_ove
     def write(*names):
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(json.dumps({"id": name, "conversations": turns("?")}) + "\n")
+            (tmp_path / name).write_text(json.dumps({"id": name, "conversations": turns("?", "yes")}) + "\n")
 
     write("b.jsonl", "a/2.jsonl", "a/1.jsonl", "c/d/e.jsonl", ".hidden.json", ".hidden/x.json", "dataset_info.json")
     (tmp_path / "c/up").symlink_to(tmp_path)
@@ -87,7 +84,7 @@ def test_a_folder_stands_for_every_file_below_it_and_nothing_there_is_passed_ove
 
 
 def test_cut_counts_after_expansion_and_drops_the_images_after_it(dataset, caplog):
-    record = {"id": "x", "image": ["0.png", "1.png"], "conversations": turns("<image> and <image>?")}
+    record = {"id": "x", "image": ["0.png", "1.png"], "conversations": turns("<image> and <image>?", "yes")}
     whole = dataset([record])[0]
     first, second = (whole["input_ids"] == IMAGE_TOKEN_INDEX).nonzero().flatten().tolist()
     for limit, images in ((first, 0), (first + 1, 1), (first + V + 1, 1), (second + V, 2)):
@@ -104,7 +101,7 @@ def test_a_truncated_picture_is_named_and_its_sample_is_left_out_where_the_user_
     images = shutil.copytree(tiny / "data/images", tmp_path / "images")
     for name in ("2.png", "3.png", "4.png"):
         (images / name).write_bytes((images / name).read_bytes()[:-40])
-    record = {"id": "cut", "image": "3.png", "conversations": turns("<image>")}
+    record = {"id": "cut", "image": "3.png", "conversations": turns("<image>", "yes")}
     data = dataset([record], image_folder=images)
     with pytest.raises(ValueError, match="id 'cut'.*3.png cannot be decoded.*--full_decode"):
         data[0]

@@ -3,15 +3,9 @@
 import json
 import re
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
-from data_files import BYTES, STRUCT
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import get_template
-from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records
@@ -107,49 +101,3 @@ def test_what_cannot_be_converted_is_named_with_its_record(tmp_path, fault):
 def test_a_record_with_two_meanings_is_refused(tmp_path, record, message):
     with pytest.raises(ValueError, match=f"record 0: .*{message}"):
         load_records(written(tmp_path / "a.jsonl", record))
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def three_formats(tmp_path):
-    """The same four records in LLaVA's JSON, as messages and in Parquet, with pictures as bytes and as paths."""
-    (tmp_path / "images").mkdir()
-    for number in range(4):
-        (tmp_path / f"images/{number}.png").write_bytes(BYTES[number])
-    names = [["0.png"], ["1.png", "2.png"], [], ["3.png"]]
-    llava, chat, rows = [], [], []
-    for number, images in enumerate(names):
-        question, answer = f"Which colour, {number}?", f"é {number}"
-        beside = {"images": images} if images else {}
-        llava.append(
-            {"id": number, "conversations": [human("<image>\n" * len(images) + question), gpt(answer)]} | beside
-        )
-        parts = [PICTURE] * len(images) + [text(question)]
-        chat.append({"id": number, "messages": [user(parts), assistant(answer)]} | beside)
-        rows.append([user(question), assistant(answer)])
-    pictures = [
-        [{"bytes": None if name == "1.png" else BYTES[int(name[0])], "path": name} for name in images] or None
-        for images in names
-    ]
-    table = pa.table({"id": range(4), "messages": rows, "images": pa.array(pictures, pa.large_list(STRUCT))})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
-    (tmp_path / "llava.json").write_text(json.dumps(llava))
-    return [str(tmp_path / "llava.json"), written(tmp_path / "messages.jsonl", *chat), str(tmp_path / "a.parquet")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("version", "label_masking"), [("chatml", "assistant"), ("v1", "upstream")])
-def test_three_formats_give_the_same_tokens_labels_and_pixels(
-    three_formats, tmp_path, tokenizer, version, label_masking
-):
-    processor, store = SiglipImageProcessorPil(size={"height": 8, "width": 8}), ImageStore(tmp_path / "images")
-    options = (tokenizer, version, processor, store, "square", 2, 4096, label_masking, False)
-    datasets = [LazySupervisedDataset(load_records(path), *options) for path in three_formats]
-    for dataset in datasets:
-        assert dataset.modality_lengths().tolist()[2] < 0
-        for index in range(4):
-            sample, expected = dataset[index], datasets[0][index]
-            assert sample.keys() == expected.keys()
-            assert all(torch.equal(sample[key], expected[key]) for key in sample if key != "index")
