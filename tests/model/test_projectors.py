@@ -34,27 +34,20 @@ def bare(fine, projector: str, tower: str = "fine") -> nn.Sequential:
 
 
 @pytest.mark.numeric
-def test_pixel_shuffle_equals_internvls_projector_on_the_same_weights(fine):
-    """InternVL's own begins with a LayerNorm, which is left out; its shuffle takes [N, rows, columns, E]."""
-    ours = bare(fine, "pixel_shuffle_2x_mlp2x_gelu")
+@pytest.mark.parametrize(("projector", "ratio"), [(MERGING, 0.5), (BEFORE, 1.0)])
+def test_pixel_shuffle_and_the_norm_before_the_mlp_equal_internvls_projector_on_the_same_weights(
+    fine, projector, ratio
+):
+    """InternVL's own always begins with a LayerNorm, left out where ours has none; its shuffle takes squares."""
+    ours = bare(fine, projector)
     vision, text = {"hidden_size": 24}, SIZES | {"model_type": "qwen2"}
-    theirs = InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text, downsample_ratio=0.5))
-    theirs.layer_norm = nn.Identity()
+    theirs = InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text, downsample_ratio=ratio))
+    theirs.layer_norm = ours[0] if projector == BEFORE else nn.Identity()
     theirs.linear_1, theirs.linear_2 = ours[1], ours[3]  # the order of the channels is the same
-    features = torch.randn(3, SIDE**2, 24)
-    shuffled = InternVLModel.pixel_shuffle(None, features.view(3, SIDE, SIDE, 24), scale_factor=0.5)
-    torch.testing.assert_close(ours(features), theirs(shuffled.flatten(1, 2)))
-
-
-@pytest.mark.numeric
-def test_the_norm_before_the_mlp_equals_internvls_projector_on_the_same_weights(fine):
-    ours = bare(fine, "pre_layernorm_mlp2x_gelu")
-    vision, text = {"hidden_size": 24}, SIZES | {"model_type": "qwen2"}
-    theirs = InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text, downsample_ratio=1.0))
-    theirs.layer_norm, theirs.linear_1, theirs.linear_2 = ours[0], ours[1], ours[3]
     features = 50 * torch.randn(3, SIDE**2, 24) + 7
-    torch.testing.assert_close(ours(features), theirs(features))
-    assert isinstance(ours[0], nn.LayerNorm) and ours[0].eps == 1e-5
+    squares = InternVLModel.pixel_shuffle(None, features.view(3, SIDE, SIDE, 24), scale_factor=ratio)
+    torch.testing.assert_close(ours(features), theirs(squares.flatten(1, 2)))
+    assert projector == MERGING or (isinstance(ours[0], nn.LayerNorm) and ours[0].eps == 1e-5)
 
 
 def test_an_odd_grid_or_a_class_token_cannot_be_merged(fine):
