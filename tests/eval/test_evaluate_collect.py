@@ -34,13 +34,6 @@ def leave(folder, score=None, doc_ids=None, expected=None):
     (folder / "now_results.json").write_text(json.dumps(scores))
 
 
-def test_a_whole_run_becomes_a_result(tmp_path):
-    leave(tmp_path)
-    result = collect(POPE, tmp_path, seconds=3)
-    assert result.score == 50 and result.chance == 50 and result.metric == "pope_accuracy,none"
-    assert result.samples[1] == Answered("1", 0, "no", "yes") and result.samples[3].score == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
