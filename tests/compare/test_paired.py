@@ -68,6 +68,15 @@ def test_the_interval_on_few_decided_questions_agrees_with_the_sign_test():
                 assert result.low > 0, (won, lost, p)
 
 
+def test_between_equal_arms_an_interval_without_zero_is_as_rare_as_promised():
+    rng, wrong = np.random.default_rng(5), 0
+    for trial in range(300):
+        d = rng.choice([-1, 0, 1], p=[0.15, 0.7, 0.15], size=240)
+        result = difference_of(d, seed=trial, resamples=2000)
+        wrong += not result.low <= 0 <= result.high
+    assert wrong / 300 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
+
+
 def test_mean_over_kinds_weighs_kinds_and_not_questions():
     kinds = np.array(["a"] * 90 + ["b"] * 10)
     d = np.array([0] * 90 + [1] * 10)
