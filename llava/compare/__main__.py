@@ -14,14 +14,12 @@ SUMMARIES = {
     "answers": "answer held-out questions with one checkpoint",
     "report": "write a record's page, or compare two records of the same runs",
 }
-ANYWHERE = "report"
-"""The command that needs no checkout around the package."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 where it refuses (ValueError, OSError) or a step fails, and 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    if not IS_CHECKOUT and argv[:1] and argv[0] in SUMMARIES.keys() - {ANYWHERE}:
+    if not IS_CHECKOUT and argv[:1] and argv[0] in SUMMARIES.keys() - {"report"}:
         print(f"error: {argv[0]}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     sys.path.append(str(CODE))  # `playground` is imported from the clone, whatever folder the caller stands in

@@ -16,12 +16,6 @@ _SCORES = {
         (77.66, 50.58, 87.87, 58.27, 49.40, 82.93, 74.61, 71.64, 71.74),
     ),
 }
-MEANS = {
-    "Llama-3.2-3B": dict(zip(ARMS, (59.01, 62.04, 61.27), strict=True)),
-    "Qwen2.5-7B": dict(zip(ARMS, (68.49, 68.71, 69.41), strict=True)),
-}
-"""The last column as printed: the mean of the nine."""
-
 TABLE_4 = {
     llm: {arm: dict(zip(PAPER_COLUMNS.values(), scores, strict=True)) for arm, scores in zip(ARMS, rows, strict=True)}
     for llm, rows in _SCORES.items()

@@ -82,19 +82,13 @@ class Quickstart(Experiment):
         self.part("3 of 3, update rates", self.measurements(["update-rates"], str(data), MEASURED))
         file = self.folder / FILE
         before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
-        record = new_record(title=self.title(), overall=ALL, times=before | self.times, talk=self.talk())
+        title = f"{' and '.join(self.arms)} on {self.data}"
+        record = new_record(title=title, overall=ALL, times=before | self.times, talk=self.talk())
         add_runs(record, self.runs, lambda run: read_results(self.folder / ANSWERS / run.arm))
         record["examples"] = self.examples(record)
         write_record(record, file)
         write_page(record, self.folder, page=PAGE)
         print(f"\n{table_of(record)}")
-
-    def title(self) -> str:
-        """What the page says above everything."""
-        first, *others = self.arms
-        if first == "none" and others:
-            return f"Without ({first}) and with the text-aligned norm ({', '.join(others)}), on {self.data}"
-        return f"{' and '.join(self.arms)} on {self.data}"
 
     def examples(self, record: Record) -> list[dict[str, str]]:
         """For the page, the first three questions that some arms answer rightly and others not, and three others."""

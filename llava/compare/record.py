@@ -79,10 +79,8 @@ def read_record(place: Path) -> Record:
     path = place / FILE if place.is_dir() else place
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; the experiment writes it at its end") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); restore it") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no file, or not JSON ({error}); an experiment writes it at its end") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("runs"):
         raise ValueError(f"{path}: not a record of runs, format {FORMAT} (a tuning's is none); restore it")
     return record

@@ -1,6 +1,6 @@
 """The paper, item by item: fetches or trains what a table or figure needs, measures it, and sets it beside the paper.
 
-    copies of published models and data    <output-dir>/hub, shared by all items (`published`)
+    published models and data              the hub's cache
     trained arms                           compare-<preset> next to <output-dir>, where scripts/compare.sh has them too
     an item's results and its page         <output-dir>/<item>, index.md; <preset>/report.html where arms are scored
 
@@ -10,6 +10,7 @@ Rerun the same command to resume.
 import argparse
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,13 @@ from typing import Any
 from llava.analysis.commands import COMMANDS, NamedModel, named_model
 from llava.compare.arms import FIRST_SEED
 from llava.compare.engine import at_work, refuse_ignored
-from llava.compare.published import Published, download, missing_data, revisions
 from llava.compare.run import Comparison
 from llava.compare.runs import Run
 from llava.compare.steps import Step
 from llava.eval.harness import token_fault
 from llava.eval.results import RESULTS_FILE
 from llava.eval.tasks import choose
-from llava.launch.inputs import HUB
+from llava.launch.inputs import HUB, MISSING, WRONG
 from llava.launch.recipe import STAGES
 from llava.utils.commands import whole
 from llava.utils.files import write_text
@@ -53,6 +53,8 @@ MODELS = {
     "Kimi-VL": "moonshotai/Kimi-VL-A3B-Instruct",
     "Ovis2.5": "AIDC-AI/Ovis2.5-9B",
 }
+WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+"""The files that are needed of a model."""
 OWN_CODE = ("MoonViT-SO-400M", "Kimi-VL", "Ovis2.5")
 """Models whose code is in their repositories."""
 NOT_TRIED = (
@@ -147,17 +149,19 @@ class Reproduction:
     """One item with the caller's choices.
 
     Attributes:
-        models: the published models by name: copies of the hub's, or the caller's folders.
-        copies: these copies, and those of the data that samples are drawn from unless the caller names others.
+        models: the published models: the hub's, or the caller's folders.
+        published: the hub's among them, and the data that samples are drawn from unless the caller names others: by
+            repository the options of `snapshot_download`.
         trained: the experiments that train the arms, where scripts/compare.sh has them.
         stages: the stages in which the arms are trained.
         recipes: by preset, what the script of each stage makes of the first arm's variables.
-        files: of each copy, as the hub lists them.
+        files: of each repository, as the hub lists them (`DryRunFileInfo`).
+        folders: of each repository in the hub's cache, once it is downloaded.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.item = args, ITEMS[args.item]
-        self.hub, self.results = args.output_dir / "hub", args.output_dir / args.item
+        self.results = args.output_dir / args.item
         presets = (args.preset,) if args.preset else self.item.presets
         arms, place = list(self.item.arms), args.output_dir.parent
         self.trained = [Comparison(name, arms, [FIRST_SEED], place / f"compare-{name}") for name in presets if arms]
@@ -167,25 +171,28 @@ class Reproduction:
             comparison.set_defaults()
             first = comparison.runs[0]
             self.recipes[comparison.preset] = [comparison.recipe(first, stage) for stage in self.stages]
-        own = {model.name: model for model in args.model}
-        self.models = {name: own.get(name) or self.copy(MODELS[name]) for name in self.item.models}
-        self.copies = [model for model in self.models.values() if isinstance(model, Published)]
+        own = {model.name: model.path for model in args.model}
+        self.models = [NamedModel(name, own.get(name, MODELS[name])) for name in self.item.models]
+        self.published: dict[str, dict[str, Any]] = {
+            MODELS[name]: {"allow_patterns": WEIGHTS} for name in self.item.models if name not in own
+        }
         if self.item.on_samples and not args.data:
-            self.copies += [self.copy(name, "dataset", patterns=patterns) for name, patterns in BENCHMARKS.items()]
-        self.files: dict[Published, list[Any]] = {}
-
-    def copy(self, repository: str, kind: str = "model", **more: Any) -> Published:
-        """A copy below `hub`; the paper's numbers are looked up by the last part of its folder."""
-        return Published(repository, self.hub / f"{kind}s" / repository.rpartition("/")[2], kind, **more)
+            self.published |= {n: {"repo_type": "dataset", "allow_patterns": p} for n, p in BENCHMARKS.items()}
+        self.files: dict[str, list[Any]] = {}
+        self.folders: dict[str, str] = {}
 
     def ask_hub(self) -> list[str]:
         """Sets `files`; returns why the hub cannot give some, and why arms could not be scored."""
-        pinned, faults = revisions(self.hub), []
-        for published in self.copies:
+        from huggingface_hub import constants, snapshot_download
+
+        faults = []
+        for repository, options in self.published.items():
             try:
-                self.files[published] = published.needed_files(pinned.get(published.repository))
+                files = snapshot_download(repository, dry_run=not constants.HF_HUB_OFFLINE, **options)
+                self.files[repository] = files if isinstance(files, list) else []  # offline they are here already
             except OSError as error:
-                faults.append(str(error))
+                cause = " ".join(str(error.__cause__ or error).split())
+                faults.append(f"{repository}: {cause}; one that is gated needs access and: hf auth login")
         return faults + [fault for comparison in self.trained if (fault := self.scoring_fault(comparison))]
 
     def scoring_fault(self, comparison: Comparison) -> str:
@@ -193,6 +200,12 @@ class Reproduction:
         scored = all((run.folder("eval") / RESULTS_FILE).is_file() for run in comparison.runs)
         local = comparison.demo or "--data-dir" in os.environ.get("EVALUATE_FLAGS", "")
         return "" if self.item.commands or scored or local else token_fault(choose(comparison.tasks))
+
+    def download(self) -> None:
+        """Downloads what is missing of each repository's files; sets `folders`."""
+        from huggingface_hub import snapshot_download
+
+        self.folders = {name: snapshot_download(name, **options) for name, options in self.published.items()}
 
     def train(self, comparison: Comparison) -> None:
         """Trains the arms as far as the item needs them; what is finished is skipped."""
@@ -224,8 +237,7 @@ class Reproduction:
         """The words after `python` of each of the item's commands."""
         from llava.analysis.all import command_line  # takes seconds
 
-        models = [m if isinstance(m, NamedModel) else NamedModel(name, str(m.place)) for name, m in self.models.items()]
-        more = []
+        models, more = [*self.models], []
         for comparison in self.trained:
             folders = {run.arm: run.folder(self.item.stage).resolve() for run in comparison.runs}
             if self.item.stage == CHECKPOINTS:
@@ -235,7 +247,7 @@ class Reproduction:
             if self.item.stage != STAGES[-1] and "norm-params" not in self.item.commands:
                 more += ["--model-base", self.recipes[comparison.preset][0]["flags"]["model_name_or_path"]]
         more += ["--trust-remote-code"] * any(name in OWN_CODE for name in self.item.models)
-        data = self.args.data or ",".join(str(copy.place) for copy in self.copies if copy.kind == "dataset")
+        data = self.args.data or ",".join(self.folders.get(name, name) for name in BENCHMARKS)
         return {
             command: command_line(command, models, self.results, data, self.args.samples) + more
             for command in self.item.commands
@@ -246,25 +258,34 @@ class Reproduction:
         import torch  # after the measurements, which are processes of their own
 
         from llava.compare.record import read_record
-        from llava.compare.reproduce_page import measured_numbers, page_of, samples_note, score_rows
+        from llava.compare.reproduce_page import page_of, paper_rows, samples_note, score_rows
         from llava.compare.tables import Statistics, caveats
 
-        item, pinned = self.item, revisions(self.hub)
-        places = {copy.repository: pinned[copy.repository] for copy in self.copies}
+        item = self.item
+        places = {repository: Path(folder).name for repository, folder in self.folders.items()}
         places |= {model.name: model.path for model in self.args.model}
-        numbers, notes = measured_numbers(self.results) if item.commands else [], item.notes
+        numbers, notes = paper_rows(self.results) if item.commands else [], item.notes
         for comparison in self.trained:
             places |= {f"{run.arm}, {comparison.preset}": str(run.folder(item.stage)) for run in comparison.runs}
             if not item.commands:
                 stats = Statistics(read_record(self.results / comparison.preset))
                 numbers, notes = numbers + score_rows(comparison.preset, stats), notes + caveats(stats)
         if item.on_samples:
-            notes += [samples_note(self.results, self.args.samples)]
+            notes += [samples_note(self.results)]
             places |= {"samples": self.args.data} if self.args.data else {}
         device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine()
         notes += [f"{device}; commit {git_commit()}."]
         sources = [{"model or data": name, "revision or folder": place} for name, place in places.items()]
         return page_of(f"{self.args.item}: {item.shows}", numbers, self.results, sources, notes)
+
+
+def missing_data(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The data sets of `llava.data.prepare` of which stages lack files; `recipes` are as `DRY_RUN=json` prints them."""
+    from llava.data.prepare import SOURCES  # takes a second
+
+    inputs = [each for recipe in recipes for each in recipe["inputs"]]
+    paths = [Path(each["value"]) for each in inputs if each["state"] in (MISSING, WRONG)]
+    return [n for n, source in SOURCES.items() if any(path.is_relative_to(source.folder) for path in paths)]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -292,7 +313,7 @@ def run(args: argparse.Namespace) -> None:
     for comparison in task.trained:
         task.train(comparison)
     with at_work(task.results):
-        download(task.files, task.hub)
+        task.download()
         run_all(task.measurements())
         page = task.page()
         write_text(task.results / PAGE, page)
@@ -305,13 +326,12 @@ def show(task: Reproduction) -> None:
     names = {repository: name for name, repository in MODELS.items()}
     rows = [
         {
-            "name": names.get(published.repository, "samples"),
-            "repository": published.repository,
-            "revision": files[0].commit_hash[:12],
+            "name": names.get(repository, "samples"),
+            "repository": repository,
             "GB": sum(file.file_size for file in files) / 1e9,
             "to download": sum(file.file_size for file in files if file.will_download) / 1e9,
         }
-        for published, files in task.files.items()
+        for repository, files in task.files.items()
     ]
     if rows:
         print(f"\n{format_table(rows)}")

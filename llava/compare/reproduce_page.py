@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from llava.analysis.norm_params import PAPER_ROWS
 from llava.compare.report import render
 from llava.compare.tables import TITLES, Statistics, measured_tables
 from llava.utils.presentation import PAPER
 
 Row = dict[str, Any]
-INITS = {"layernorm@default": "paper, default init", "layernorm": "paper, aligned init"}
-"""Table 5's rows among those of `norm-params`, by arm."""
+MOST_ROWS = 30
+"""Of a measured table on the page; longer ones, such as those of layers, are figures."""
 
 
 def page_of(title: str, numbers: Sequence[Row], folder: Path, sources: Sequence[Row], notes: Sequence[str]) -> str:
@@ -27,10 +26,8 @@ def page_of(title: str, numbers: Sequence[Row], folder: Path, sources: Sequence[
         notes: what is not here, and what the rest was measured with.
     """
     figures = [file.stem for file in sorted(folder.glob("*.png"))]
-    measured = {name: rows for name, rows in measured_tables(folder).items() if not (figures or "-layers" in name)}
+    measured = {name: rows for name, rows in measured_tables(folder).items() if len(rows) <= MOST_ROWS}
     tables = {"numbers": numbers, **measured, "models and data": sources}
-    shown_instead = "the figures" if figures else "what was measured"
-    notes = [*notes, *[f"The paper prints no numbers here; compare {shown_instead}."] * (not numbers)]
     shown = {name: rows for name, rows in tables.items() if rows}
     return render("page.md.jinja", title=title, caveats=notes, figures=figures, tables=shown)
 
@@ -42,34 +39,14 @@ def number(what: str, paper: float | None, ours: float | None) -> Row:
     return {"measured": what} | {name: value if value is None else f"{value:.4g}" for name, value in values.items()}
 
 
-def measured_numbers(results: Path) -> list[Row]:
-    """Every number in a folder of `llava.analysis` that the paper has too."""
+def paper_rows(results: Path) -> list[Row]:
+    """The cells of the tables in a folder of `llava.analysis` that have the paper's number next to them."""
     rows: list[Row] = []
     for file in sorted(results.glob("*.json")):
-        measured = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        rows += init_rows(measured) if file.stem == "norm-params" else paper_rows(measured)
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            of = ", ".join(str(value) for value in row.values() if isinstance(value, str))
+            rows += [number(f"{of}: {n}", row[n + PAPER], row[n]) for n in row if row.get(n + PAPER) is not None]
     return rows
-
-
-def paper_rows(measured: Sequence[Row]) -> list[Row]:
-    """The cells of a measured table that have the paper's number next to them."""
-    rows: list[Row] = []
-    for row in measured:
-        of = ", ".join(str(value) for value in row.values() if isinstance(value, str))
-        rows += [number(f"{of}: {n}", row[n + PAPER], row[n]) for n in row if row.get(n + PAPER) is not None]
-    return rows
-
-
-def init_rows(measured: Sequence[Row]) -> list[Row]:
-    """Table 5: the last checkpoint of each arm next to the paper's row."""
-    last, published = {row["model"]: row for row in measured}, {row["model"]: row for row in PAPER_ROWS}
-    return [
-        number(f"{arm}: {name}", value, last[arm].get(name))
-        for arm, paper in INITS.items()
-        if arm in last
-        for name, value in published[paper].items()
-        if isinstance(value, float)
-    ]
 
 
 def score_rows(preset: str, stats: Statistics) -> list[Row]:
@@ -81,9 +58,8 @@ def score_rows(preset: str, stats: Statistics) -> list[Row]:
     ]
 
 
-def samples_note(results: Path, requested: int) -> str:
+def samples_note(results: Path) -> str:
     """How many samples a folder of `llava.analysis` was measured on."""
     origins = [json.loads(file.read_text(encoding="utf-8"))["provenance"] for file in sorted(results.glob("*.json"))]
     counts = {origin["samples"] for origin in origins if origin["samples"]}
-    fewer = f" of {requested} requested" if counts != {requested} else ""
-    return f"{' or '.join(map(str, sorted(counts)))} samples{fewer}."
+    return f"{' or '.join(map(str, sorted(counts)))} samples."

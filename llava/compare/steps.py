@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import textwrap
 import time
@@ -23,7 +22,7 @@ from llava.utils.provenance import DONE
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
-TITLE_WIDTH = 28
+TITLE_WIDTH, LINE_WIDTH = 28, 90
 MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
 
 
@@ -65,12 +64,9 @@ class Step:
         raise StepError("\n".join([command, *lines, f"its log: {self.log}", "rerun the same command to resume"]))
 
     def progress(self) -> str:
-        """What fits into a line of the last line that the command printed; of a progress bar the numbers alone."""
+        """The beginning of the last line that the command printed; of a progress bar the numbers alone."""
         (line,) = last_lines(self.log, 1)
-        line, width = re.sub(r"\|[^|]*\|", "", line), max(20, shutil.get_terminal_size().columns - TITLE_WIDTH - 4)
-        while len(line) > width and ", " in line:
-            line = line.rpartition(", ")[0]
-        return textwrap.shorten(line, width, placeholder=" ...") or "starting"
+        return textwrap.shorten(re.sub(r"\|[^|]*\|", "", line), LINE_WIDTH, placeholder=" ...") or "starting"
 
 
 def training(title: str, stage: str, folder: Path, settings: Mapping[str, str], runs: Sequence[Run]) -> Step:

@@ -152,7 +152,8 @@ class Statistics:
         llm = paper.language_model_of(str(path))
         if llm is None or (task == MEAN and set(self.tasks) != set(TITLES)):
             return None
-        return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
+        printed = paper.TABLE_4[llm].get(arm, {})
+        return round(float(np.mean([*printed.values()])), 2) if printed and task == MEAN else printed.get(task)
 
 
 def verdict(difference: SeedDifference, margin: float) -> str:

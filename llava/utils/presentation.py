@@ -23,18 +23,15 @@ NORM_COLOURS = {
     "scale": "#AA99DD",  # this and the next only in committed records
     "gwc_scale": "#332288",
 }
-_OTHER_COLOURS = ("#4477AA", "#AA3377", "#66AA55", "#775533")  # of models that are not an arm
+_OTHER_COLOURS = ("#4477AA", "#AA3377", "#66AA55", "#775533", "#66CCEE", "#CCBB44", "#BB5566", "#114477")
+"""Of variants of a norm, and of models that are not an arm."""
 NEUTRAL = "#777777"
 """The colour of what is neither an arm nor a kind of token: chance, pairs of arms."""
-_SHADES = ((0.0, "-"), (0.5, ":"), (-0.45, "--"), (0.3, "-."), (-0.3, ":"), (0.65, "--"))
-"""How arms of one norm differ: the share of white in the norm's colour (of black where negative), and the line."""
 STYLE = {
-    "figure.dpi": 100,
     "savefig.dpi": 200,
     "savefig.bbox": "tight",
     "font.size": 11,
     "axes.titlesize": 11,
-    "axes.labelsize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -54,23 +51,14 @@ Row = Mapping[str, Any]
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Colour and line of each arm or model of a figure, as Matplotlib's arguments.
 
-    A norm, also as `norm/stage`, has its own, whatever else is drawn, and its variants have shades of it in their
-    order. A model that is not an arm takes a colour that no arm has.
+    A norm, also as `norm/stage`, has its own colour whatever else is drawn; all others take the next one that is left.
     """
-    left, chosen, arms = itertools.cycle(_OTHER_COLOURS), {}, {}
+    left = itertools.cycle(itertools.product(("-", "--", ":"), _OTHER_COLOURS))
+    chosen = {}
     for name in dict.fromkeys(names):
-        norm = re.split(r"[@/]|-fixed", name)[0]
-        arm, others = name, []
-        if own := NORM_COLOURS.get(norm):
-            arm, others = name.partition("/")[0], [norm]
-        colour = own or next(left)
-        others = arms.setdefault(colour, others)
-        if arm not in others:
-            others.append(arm)
-        share, line = _SHADES[others.index(arm) % len(_SHADES)]
-        parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-        mixed = (round(part + abs(share) * ((255 if share > 0 else 0) - part)) for part in parts)
-        chosen[name] = {"color": "#" + "".join(f"{part:02X}" for part in mixed), "linestyle": line}
+        own = NORM_COLOURS.get(name.partition("/")[0])
+        line, colour = ("-", own) if own else next(left)
+        chosen[name] = {"color": colour, "linestyle": line}
     return chosen
 
 

@@ -143,9 +143,9 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
 
 
-def test_an_arm_has_one_colour_whatever_is_drawn_beside_it():
-    arms = ["none", "layernorm", "gwc_layernorm", "pre_layernorm_mlp2x_gelu", "none@rate=1"]
-    alone, among = looks(arms), looks(["org/model", "another", *arms[::-1]])
+def test_a_norm_has_one_colour_whatever_is_drawn_beside_it():
+    arms = ["none", "layernorm", "gwc_layernorm", "pre_layernorm_mlp2x_gelu"]
+    alone, among = looks(arms), looks(["org/model", "another", "layernorm@4x", *arms[::-1]])
     assert all(among[arm] == alone[arm] for arm in arms)
     colours = [look["color"] for look in among.values()]
     assert len(set(colours)) == len(colours)
@@ -162,10 +162,9 @@ def test_score_that_its_samples_do_not_give_is_refused(tmp_path):
 
 
 def test_papers_last_column_is_the_mean_of_its_nine():
-    for llm, arms in paper.TABLE_4.items():
-        for arm, scores in arms.items():
-            assert list(scores) == list(PAPER_COLUMNS.values())
-            assert sum(scores.values()) / 9 == pytest.approx(paper.MEANS[llm][arm], abs=0.006)
+    means = {llm: [round(sum(row.values()) / 9, 2) for row in arms.values()] for llm, arms in paper.TABLE_4.items()}
+    assert means == {"Llama-3.2-3B": [59.01, 62.04, 61.27], "Qwen2.5-7B": [68.49, 68.71, 69.41]}  # as printed
+    assert all(list(row) == list(PAPER_COLUMNS.values()) for arms in paper.TABLE_4.values() for row in arms.values())
     assert paper.language_model_of("meta-llama/Llama-3.2-3B-Instruct") == "Llama-3.2-3B"
 
 

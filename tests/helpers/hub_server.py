@@ -54,7 +54,7 @@ class _Handler(QuietHandler):
         if not path.startswith("/api/"):
             self._file(path)
             return
-        _, owner, name, *rest = path.removeprefix("/api/").split("/")
+        _, owner, name, *rest = [*path.removeprefix("/api/").split("/"), "", ""]
         if repository := self.hub.models.get(f"{owner}/{name}"):
             self._describe(repository, rest)
         else:
