@@ -31,7 +31,7 @@ from llava.train.run_record import run_settings, write_run_record
 from llava.train.stop import StopSignal
 from llava.train.zero import let_ninja_be_found
 from llava.utils.digests import warn_of_other_base
-from llava.utils.failures import REQUEUE_EXIT_CODE, Watchdog, of_flag, refusal
+from llava.utils.failures import REQUEUE_EXIT_CODE, Watchdog, refusal
 from llava.utils.locks import InUse
 
 logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
@@ -139,10 +139,7 @@ def parse_arguments(
         chooses_none = runs_alone() and read_flags(argv).deepspeed == AUTO  # ranks that are alone take no DeepSpeed
         if not torch.accelerator.is_available() and not chooses_none:
             use_gloo_backend()
-    try:
-        return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
-    except (ValueError, OSError, ImportError) as error:
-        raise ValueError(of_flag(error, argv)) from error
+    return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from llava.utils.paths import CODE
+from llava.utils.commands import REFUSALS
 
 FOLDER = "errors"
 HANG_EXIT_CODE = 86
@@ -99,25 +99,7 @@ def is_of_lost_peer(report: Path) -> bool:
 
 
 def refusal(error: BaseException) -> str | None:
-    """The message for the user if an error is about a flag, file, record or package; None for a bug.
-
-    An error counts as foreseen if a `raise` of this package raised it, here or in a process that works for this one, or
-    if it comes from reading files or importing packages. Any other error needs its traceback.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(CODE / "llava")
-    if ours and (frames[-1].line or "").startswith("raise "):
-        return str(error)
-    # A process pool gives the worker's traceback as the cause, a data loader in the message.
-    from_worker = hasattr(error.__cause__, "tb") or "\nOriginal Traceback" in str(error)
-    if isinstance(error, (OSError, ImportError)) or (from_worker and isinstance(error, ValueError)):
-        name = traceback.format_exception_only(error)[0].partition(":")[0]
-        return " ".join(str(error).rpartition(f"\n{name}: ")[2].split())
-    return None
-
-
-def of_flag(error: Exception, argv: list[str]) -> str:
-    """An error from reading the flags, in one line; if a library quotes only a flag's value, the flag comes first."""
-    text = " ".join(str(error).split())
-    quoted = [(f, v) for f, v in zip(argv, argv[1:], strict=False) if f"'{v}'" in text or text.startswith(f"{v} ")]
-    return f"{' '.join(quoted[0])}: {text}" if quoted and "--" not in text else text
+    """The message of an error by which a command refuses (`REFUSALS`); None for a bug, which needs its traceback."""
+    name = traceback.format_exception_only(error)[0].partition(":")[0]
+    message = str(error).rpartition(f"\n{name}: ")[2].strip()  # a data loader quotes its worker first
+    return message if isinstance(error, REFUSALS) else None
