@@ -31,7 +31,7 @@ from PIL import Image
 
 from llava.utils.files import write_json, write_text
 from llava.utils.machine import own_cores, processor
-from llava.utils.processes import descendants, is_running, send
+from llava.utils.processes import descendants, send
 from llava.utils.versions import code_digest, git_commit, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,8 +72,7 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this tree; in a copy without .git the noted one in WHEELS/1, unless the sources have changed."""
-    # Benchmarks write the results themselves, so a change there does not change the measured code.
-    if known := git_commit(ignored=("benchmarks/results", "docs")):
+    if known := git_commit():
         return known
     note = ROOT / os.environ.get("WHEELS", "") / "1" / COMMIT_NOTE
     noted, _, digest = (note.read_text(encoding="utf-8") if note.is_file() else "").strip().partition(" ")
@@ -167,6 +166,13 @@ def run_logged(
         print(f"whole log: {log}", flush=True)  # not part of the message, which a result may keep
         raise Failed(f"ended with {code}: {last_error(text)}")
     return text
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end_all(process: subprocess.Popen) -> None:

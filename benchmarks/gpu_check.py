@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, end_all
+from benchmarks.common import ROOT, end_all, is_running
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, PartRun
 from benchmarks.page import GPU_ROWS, number, targets
 from llava.utils.commands import Parser, whole
 from llava.utils.files import write_text
 from llava.utils.locks import InUse, locked
-from llava.utils.processes import descendants, is_running, send, start
+from llava.utils.processes import descendants, send, start
 
 SUMMARY = "summary.md"
 RESERVE = 15.0  # seconds at the end of the time: ending a part, writing the table

@@ -8,6 +8,7 @@ import http.client
 import io
 import logging
 import math
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,7 +33,6 @@ from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.utils.pixels import upright
-from llava.utils.progress import in_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def load_assistant(
     model_path: str, model_base: str | None = None, conv_mode: str | None = None, **options: Any
 ) -> Assistant:
     """A checkpoint with its template; ValueError where there is none, or its config names no template."""
-    if not in_terminal():  # a bar that redraws itself makes a log unreadable
+    if not sys.stderr.isatty():  # a bar that redraws itself makes a log unreadable
         transformers.utils.logging.disable_progress_bar()
     tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, "", **options)
     template = choose_template(model.config, model_path, conv_mode)

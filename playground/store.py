@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llava.utils.files import replace_folder, write_json
+from llava.utils.files import write_json
 from llava.utils.locks import locked
 from llava.utils.paths import ROOT
 
@@ -81,7 +81,8 @@ def build(
             {"command": command, "settings": settings, "facts": facts, "files": inventory(staging)},
             synced=True,
         )
-        replace_folder(staging, output, output.with_name(output.name + ".old"))
+        shutil.rmtree(output, ignore_errors=True)
+        staging.rename(output)
         print(f"{command}: {output} prepared in {time.monotonic() - start:.0f} s")
     return output
 

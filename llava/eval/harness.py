@@ -50,7 +50,7 @@ def local_data(task: Task, data_dir: Path | None) -> tuple[Path | None, str | No
     folders = [folder for folder in (data_dir, OWN_DATA if task.own else None) if folder]
     for folder in folders:
         if (folder / task.dataset / "README.md").is_file():
-            content = fingerprint(folder / task.dataset, deep=True)
+            content = fingerprint(folder / task.dataset)
             return folder.resolve(), f"{content}-{fingerprint(OWN_TASKS)}" if task.own else content
     if not folders:
         return None, None

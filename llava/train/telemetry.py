@@ -29,7 +29,7 @@ from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import full_shape
 from llava.train.optim import is_trained
 from llava.utils.files import write_text
-from llava.utils.progress import in_terminal, progress
+from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def logged_names(logs: dict[str, Any]) -> dict[str, Any]:
 class TrainingProgress(TrainerCallback):
     """A bar with a line per logged step in a terminal, elsewhere a plain line from time to time."""
 
-    bar: progress  # from `on_train_begin` on
+    bar: Any  # a bar of `progress`, from `on_train_begin` on
 
     def on_train_begin(self, args, state, control, **kwargs):
         hidden = not state.is_world_process_zero
@@ -324,7 +324,7 @@ class TrainingProgress(TrainerCallback):
         if "loss" in figures:
             self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
-        if line and state.is_world_process_zero and (in_terminal() or "loss" not in figures):
+        if line and state.is_world_process_zero and (sys.stderr.isatty() or "loss" not in figures):
             self.bar.write(f"step {state.global_step}: {line}", file=sys.stderr)
 
     def on_train_end(self, args, state, control, **kwargs):

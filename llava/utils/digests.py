@@ -19,7 +19,7 @@ _THREADS = 4  # hashing releases the interpreter
 _SAMPLED = 1 << 16  # bytes of a block of `sampled_digest`
 # The files of a model's folder from which training takes weights, code and settings; its tokenizer is not among them.
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.py", "config.json", "preprocessor_config.json", "processor_config.json")
-_LEFT_OUT = re.compile(r"\..*|checkpoint-\d+")  # folders
+_LEFT_OUT = re.compile(r"\..*|__pycache__|checkpoint-\d+")  # folders
 _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
 
@@ -42,19 +42,14 @@ def sampled_digest(source: Path, blocks: int) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -> str:
-    """16 hexadecimal digits of a SHA-256 over names and all bytes of a file or of a folder's files.
+def fingerprint(path: Path, names: Sequence[str] = ("*",)) -> str:
+    """16 hexadecimal digits of a SHA-256 over names and all bytes of a file, or of the files in and below a folder.
 
-    Hidden files and a run's `checkpoint-N` do not count.
-
-    Args:
-        path: the file or folder.
-        deep: also the files of its subfolders.
-        names: patterns of the names of the files in a folder that count.
+    Of a folder those count whose names fit one of the patterns `names`; hidden files and a run's `checkpoint-N` do not.
     """
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in _files(path, deep) if any(fnmatch(file.name, name) for name in names))
+        files = sorted(file for file in _files(path) if any(fnmatch(file.name, name) for name in names))
     places = [str(file.relative_to(path)) if path.is_dir() else "" for file in files]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -63,11 +58,11 @@ def fingerprint(path: Path, deep: bool = False, names: Sequence[str] = ("*",)) -
     return digest.hexdigest()[:16]
 
 
-def _files(folder: Path, deep: bool) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[Path]:
     seen = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [name for name in folders if not _LEFT_OUT.fullmatch(name)] if deep and real not in seen else []
+        folders[:] = [name for name in folders if not _LEFT_OUT.fullmatch(name)] if real not in seen else []
         if real not in seen:
             yield from (file for name in names if not name.startswith(".") and (file := Path(place, name)).is_file())
         seen.add(real)  # a link may lead back to a folder above
@@ -99,7 +94,7 @@ def revision(path: str) -> str | None:
     """
     if (place := _place(path, local_files_only=True)) is None:
         return None
-    own = _commit(place) or fingerprint(place, deep=True)
+    own = _commit(place) or fingerprint(place)
     # The config of a part that is not here yet is fetched, so that loading the part changes nothing.
     return "-".join([own, *(str(_place(part) and revision(part)) for part in _outer_parts(place))])
 
@@ -157,7 +152,7 @@ def _commit(folder: Path, cache_dir: str | None = None) -> str | None:
     if not folder.is_relative_to(cache) or not _SNAPSHOT.fullmatch(folder.relative_to(cache).as_posix()):
         return None
     with ThreadPoolExecutor(_THREADS) as pool:
-        return folder.name if all(pool.map(_is_as_fetched, _files(folder, deep=True))) else None
+        return folder.name if all(pool.map(_is_as_fetched, _files(folder))) else None
 
 
 def _is_as_fetched(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Replacing a file or a folder on success: a reader sees the old content or the new one, even after a kill.
+"""Replacing a file on success: a reader sees the old content or the new one, even after a kill.
 
 The new content is written beside its place, on the same file system, under a name that the next call on this host
 overwrites; so what a killed process leaves does not pile up.
@@ -7,7 +7,6 @@ overwrites; so what a killed process leaves does not pile up.
 import json
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,33 +34,15 @@ def replacing(path: Path, *, synced: bool = False, contended: bool = False) -> I
         sync(path.parent)
 
 
-def write_bytes(path: Path, content: bytes, **options: bool) -> None:
-    """Replaces a file by `content`; `options` are those of `replacing`."""
-    with replacing(path, **options) as partial:
-        partial.write_bytes(content)
-
-
 def write_text(path: Path, text: str, **options: bool) -> None:
-    """Replaces a file by `text` in UTF-8; `options` are those of `replacing`."""
-    write_bytes(path, text.encode(), **options)
+    """Replaces a file by `text` in UTF-8, half a surrogate pair as JSON escapes it; `options` are of `replacing`."""
+    with replacing(path, **options) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, content: Any, **options: bool) -> None:
     """Replaces a file by `content` as JSON, indented by one; `options` are those of `replacing`."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_bytes(path, text.encode(errors="backslashreplace"), **options)  # JSON's own escape for half a surrogate pair
-
-
-def replace_folder(new: Path, place: Path, old: Path) -> None:
-    """Renames `new` to `place`. A folder that is there is called `old` meanwhile, and then removed.
-
-    Only a kill between the two renames leaves `old` and no `place`.
-    """
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", **options)
 
 
 def sync(path: Path) -> None:

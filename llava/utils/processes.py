@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -33,19 +33,10 @@ def start(
     return subprocess.Popen(command, cwd=cwd, env=env, pass_fds=keep_open, start_new_session=True, **streams)
 
 
-def wait(
-    process: subprocess.Popen, watch: Callable[[], None] = lambda: None, seconds: float = 1.0, *, group: bool = False
-) -> int:
-    """Waits for a process and returns its exit status; calls `watch` every so many `seconds` meanwhile.
-
-    On Ctrl-C, or any other exception, `end` ends the process first; it gets `group`.
-    """
+def wait(process: subprocess.Popen, *, group: bool = False) -> int:
+    """Waits for a process and returns its exit status; on Ctrl-C `end` ends it first, and gets `group`."""
     try:
-        while True:
-            try:
-                return process.wait(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                watch()
+        return process.wait()
     finally:
         end([process], group=group)
 
@@ -121,13 +112,6 @@ def handles(pid: int, number: int) -> bool:
     return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
-    if not Path("/proc/self").exists():
-        return send(pid, 0)
-    return _status(pid)[:1] not in ([], ["Z"], ["X"])
-
-
 def _status(pid: int) -> list[str]:
     """State, parent and more of a process, as Linux lists them; nothing if there is no such process."""
     try:
@@ -136,18 +120,9 @@ def _status(pid: int) -> list[str]:
         return []
 
 
-def tail(file: Path, size: int = 65536) -> str:
-    """The last `size` bytes of a file that is still being written.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with file.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
-        return stream.read().decode(errors="replace")
-
-
 def last_lines(log: Path, count: int) -> list[str]:
     """The last lines that a command printed; of a progress bar that was redrawn, its last state."""
-    lines = tail(log, 2**20).rstrip().split("\n")
+    with log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 2**20))
+        lines = stream.read().decode(errors="replace").rstrip().split("\n")
     return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]

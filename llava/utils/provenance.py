@@ -29,8 +29,6 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] == RUN_FORMAT and content["starts"]:
             return content["starts"]
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; the run was trained without recording it, train it again") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"format {content['format']!r}, expected {RUN_FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a record of a run ({error!r}); train the run again") from error
-    raise ValueError(f"{path}: format {content['format']!r}, expected {RUN_FORMAT}; train the run again")

@@ -20,15 +20,14 @@ LLAVA_CODE = "llava (code)"
 """The digest of the sources among the versions of a result."""
 
 
-def git_commit(ignored: Sequence[str] = ()) -> str | None:
+def git_commit() -> str | None:
     """The commit of this tree, with `+changes` where tracked files differ from it; None outside a git checkout.
 
-    Args:
-        ignored: folders in which differences do not count.
+    The documentation and the benchmarks' results decide nothing that is measured: changes there do not count.
     """
     if not IS_CHECKOUT:  # the repository around an installed package is another one
         return None
-    places = [".", *(f":!{folder}" for folder in ignored)]
+    places = [".", ":!benchmarks/results", ":!docs"]
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)

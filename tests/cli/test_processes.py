@@ -3,14 +3,15 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.common import is_running
 from llava.utils.processes import (
     end,
-    is_running,
     last_lines,
     start,
     wait,
@@ -42,16 +43,11 @@ def test_a_started_process_has_its_own_session_log_and_no_input(tmp_path):
     assert (tmp_path / "log").read_text() == f"no input\n/proc/self/fd/{lock}\n{tmp_path}\nvalue\n"
 
 
-def test_who_waits_is_called_back_and_ends_the_process_when_interrupted(tmp_path, capsys):
-    process, calls = shell(SAVES, tmp_path / "log"), []
-
-    def watch() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
+def test_who_waits_ends_the_process_when_interrupted(tmp_path, capsys):
+    process, here = shell(SAVES, tmp_path / "log"), threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, (here, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        wait(process, watch, 0.01)
+        wait(process)
     assert process.returncode == 7 and last_lines(tmp_path / "log", 1) == ["saved"]
     assert "a second Ctrl-C ends them at once" in capsys.readouterr().err
 

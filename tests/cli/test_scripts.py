@@ -16,8 +16,8 @@ from paths import ROOT
 from run_inputs import inputs_in
 from shell import bash, only
 
+from benchmarks.common import is_running
 from llava.launch.plan import as_json, resolve
-from llava.utils.processes import is_running
 
 STAGES = ("pretrain", "finetune")
 PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))
