@@ -64,7 +64,7 @@ def norms_of(model: NamedModel, args: argparse.Namespace, drawn: Callable[[], sa
     """All norms that the model has: of an encoder its tokens, of a plain LLM its embeddings."""
     fields = models.config_fields(model.path, args.trust_remote_code)
     model_type = fields.get("model_type", "")
-    if model_type in models.ENCODERS:
+    if models.is_encoder(model_type):
         return {FEATURES: encoder_norms(model, drawn(), args)}
     norms = {}
     if models.sees(fields, args):

@@ -38,14 +38,12 @@ from llava.model.lora import recorded_base
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.utils import plugins
 from llava.utils.commands import DTYPES, add_device_argument
 from llava.utils.pixels import upright
 
-OUR_TYPES = tuple(LLAVA_CLASSES)
 MOONVIT = "moonvit"
 """Not a tower of this tree: its repository has its code."""
-ENCODERS = {MOONVIT, *TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
-"""The model_types of encoders alone; also those with a text encoder beside the tower, such as `clip`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +100,13 @@ def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
 
 def is_ours(fields: dict[str, Any]) -> bool:
     """Whether a config is of a LLaVA checkpoint in LLaVA's own format, which this tree's classes load."""
-    return fields.get("model_type") in OUR_TYPES or "mm_vision_tower" in fields
+    return fields.get("model_type") in LLAVA_CLASSES or "mm_vision_tower" in fields
+
+
+def is_encoder(model_type: str) -> bool:
+    """Whether a model_type is of an encoder, a plug-in's too; also of one with a text encoder beside it (`clip`)."""
+    plugins.load_named()
+    return model_type in {MOONVIT, *TOWERS} or f"{model_type}_vision_model" in TOWERS
 
 
 def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:

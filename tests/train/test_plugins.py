@@ -10,6 +10,7 @@ import pytest
 import saved_models
 import torch
 from analysis_commands import arguments
+from analysis_commands import run as analyzed
 from saved_models import SAVED
 from tiny_models import SIZES, make
 from training import flags, load
@@ -206,6 +207,9 @@ def test_a_tower_and_a_projector_train_and_load(tiny, tmp_path):
     forget()
     with pytest.raises(ValueError, match="vision tower 'own_clip': expected one of"):
         load(tmp_path / "run", None)
+    words = ["interface-norms", "--plugin", path, "--model", f"own={tower}", "--data", tiny / "data/finetune.json"]
+    (row,) = analyzed(tmp_path / "measured", *words, "--samples", 2)["rows"]
+    assert row["norms of"] == "encoder tokens" and row["count"] == 8
 
 
 FAMILY = """
