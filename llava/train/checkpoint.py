@@ -268,7 +268,10 @@ def check_settings(folder: Path, settings: Settings) -> None:
     different = differences(saved, settings)
     side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"
     lines = {name: f"{name}: {side} {before!r}, now {now!r}" for name, (before, now) in different.items()}
-    if refused := [name for name in different if name not in CHANGEABLE.split()]:
+    changeable = set(CHANGEABLE.split())
+    if settings.get("loss_reduction") == "micro_batch_mean":  # whose means are over this many samples
+        changeable.discard("per_device_train_batch_size")
+    if refused := [name for name in different if name not in changeable]:
         raise ValueError(
             f"{folder} was written by a run with other settings:\n  " + "\n  ".join(lines.values()) + "\n"
             f"{', '.join(refused)} would make it another run: set them back, take another --output_dir, or remove that "

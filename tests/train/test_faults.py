@@ -22,8 +22,9 @@ from transformers import TrainerCallback
 from llava.train import checkpoint
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import COMPLETE, find_checkpoint, folder_faults, load_weights
+from llava.train.checkpoint import COMPLETE, check_settings, find_checkpoint, folder_faults, load_weights
 from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
+from llava.train.run_record import write_settings
 from llava.train.telemetry import LOG_FILE
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
@@ -229,6 +230,14 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     assert f"{copy / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
     assert "changed within the run: gradient_accumulation_steps: checkpoint 1, now 2" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
+
+
+def test_means_over_micro_batches_do_not_go_on_with_micro_batches_of_another_size(tmp_path):
+    settings = {"loss_reduction": "micro_batch_mean", "per_device_train_batch_size": 4, "world_size": 1}
+    write_settings(tmp_path, settings)
+    check_settings(tmp_path, settings | {"world_size": 2})
+    with pytest.raises(ValueError, match="per_device_train_batch_size would make it another run"):
+        check_settings(tmp_path, settings | {"per_device_train_batch_size": 2})
 
 
 def test_checkpoint_that_lacks_a_weight_is_not_loaded(tiny, tmp_path):
