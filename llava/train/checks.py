@@ -84,6 +84,8 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
         yield f"--eval_data_path {path}: nothing says when it is read; pass --eval_strategy, or --eval_on_start True"
     if args.load_best_model_at_end and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
         yield f"--load_best_model_at_end: --save_steps {args.save_steps} must equal --eval_steps {args.eval_steps}"
+    if args.load_best_model_at_end and args.save_only_model and args.deepspeed:
+        yield "--load_best_model_at_end: DeepSpeed loads a checkpoint with its states; leave out --save_only_model"
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         schedule = SchedulerType(args.lr_scheduler_type).value
         yield f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"

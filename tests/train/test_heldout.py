@@ -12,6 +12,8 @@ from training import LORA, build, flags, losses
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
+from llava.train.arguments import parse_flags
+from llava.train.checks import check_flags
 from llava.train.heldout import assigned, parts_of
 from llava.train.telemetry import LOG_FILE
 
@@ -171,6 +173,15 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
 def test_wrong_flags_are_named(tiny, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         train_module.train(flags(tiny, tmp_path, 2, **options))
+
+
+def test_deepspeeds_best_checkpoint_must_have_the_states_that_it_loads(tiny, tmp_path):
+    options = {"eval_data_path": "x.json", "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+    parsed = parse_flags(flags(tiny, tmp_path, 2, save_only_model=True, **EVALS | options))
+    check_flags(*parsed)
+    parsed[2].deepspeed = "zero2.json"
+    with pytest.raises(ValueError, match="--load_best_model_at_end: .*leave out --save_only_model"):
+        check_flags(*parsed)
 
 
 def test_bad_held_out_records_are_refused_or_counted(tiny, tmp_path, heldout, caplog):
