@@ -25,8 +25,9 @@ LOG_FILE = "train_log.jsonl"
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
-# Prefixes of the flags that decide where and how often something is written, and no weights.
-NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
+# Prefixes of the flags that decide where and how often something is written, by how many processes, and no weights.
+WRITING = ("report_to", "save_", "logging_", "dataloader_num_workers", "dataloader_p")
+NOT_IDENTITY = (*WRITING, "output_dir", "run_name", "pretrain_mm_mlp_adapter")
 # Prefixes of the fields in which runs may differ.
 RATE_FIELDS = ("training.learning_rate", "training.mm_projector_lr", "config.mm_projector_lr", "training.max_grad_norm")
 ARM_FIELDS = (
@@ -84,7 +85,11 @@ class Run:
         Raises:
             ValueError: the run was resumed with another configuration.
         """
-        first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
+        ignored = tuple(f"training.{flag}" for flag in WRITING)
+        first, *later = [
+            {name: value for name, value in flattened(start["configuration"]) if not name.startswith(ignored)}
+            for start in self.starts(stage)
+        ]
         for record in (first, *later):
             record.pop("code.commit", None)
             if "data.pictures" in record:

@@ -139,6 +139,12 @@ def test_a_run_continued_with_another_configuration_is_refused(runs):
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"starts": content["starts"] * 2}))
     check_runs(runs, "pretrain")
+    for flag in ("report_to", "save_steps", "logging_steps", "dataloader_num_workers", "dataloader_prefetch_factor"):
+        check_flags(runs[1], "pretrain", {flag: "2"})
+        change(runs[1], "pretrain", f"training.{flag}", 2)
+    check_runs(runs, "pretrain")
+    with pytest.raises(ValueError, match=r"dataloader_drop_last: '\(absent\)' \(trained\), 'True' \(now\)"):
+        check_flags(runs[1], "pretrain", {"dataloader_drop_last": "True"})
     change(runs[1], "pretrain", "training.learning_rate", 5e-3)
     with pytest.raises(ValueError, match=r"continued.*\n.*learning_rate: 0.001 \(at first\), 0.005 \(later\)"):
         check_runs(runs, "pretrain")
