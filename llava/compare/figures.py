@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -130,10 +130,10 @@ def curves_of(entry: Mapping[str, Any], key: str) -> list[np.ndarray]:
     return curves
 
 
-def analysis_figures(folder: Path) -> list[dict[str, str]]:
-    """What `llava.analysis` drew into `folder`."""
+def analysis_figures(folder: Path, tables: Iterable[str]) -> list[dict[str, str]]:
+    """What `llava.analysis` drew into `folder` beside `tables`, whose names begin those of their figures."""
     pictures = []
-    for file in sorted(folder.glob("*.png")):
+    for file in sorted(file for file in folder.glob("*.png") if file.stem.startswith(tuple(tables))):
         title = f"Figure of the measurement {file.stem}."
         pictures.append({"title": title, "alt": title, "uri": data_uri(file.read_bytes(), "png")})
     return pictures

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", type=Path, nargs="+", help=several)
     parser.add_argument("--plan", type=Path, nargs="+", default=[], help="the plan of each record's runs")
     parser.add_argument("--output-dir", type=Path, help="folder of the page (default: the record's)")
-    against = "write no page: compare every answer with this record of the same runs"
+    against = "write no page: compare every score with this record of the same runs"
     parser.add_argument("--against", type=Path, help=against)
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError("--against: give one record to compare")
         changed = differing(records[0], read_record(args.against))
         for name, parts in changed.items():
-            print(f"{name}: {', '.join(parts) or 'every score, log-probability and loss is the same'}")
+            print(f"{name}: {', '.join(parts) or 'every score and log-probability is the same'}")
         if any(changed.values()):
             raise ValueError(f"not as in {args.against}; another kind of processor rounds differently")
         return
@@ -94,7 +94,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "summaries": tables.summaries(stats),
         "caveats": tables.caveats(stats),
         "tables": tables.every_table(stats),
-        "measured": tables.measured_tables(analysis),
+        "measured": tables.measured_tables(analysis, record),
         "commit": git_commit(),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
     drawn = {
         "colours": {arm: look["color"] for arm, look in looks(stats.arms).items()},
         "curves": figures.training_curves(record),
-        "analysis": figures.analysis_figures(analysis),
+        "analysis": figures.analysis_figures(analysis, context["measured"]),
         "examples": pictured(record),
         "talk": record.get("talk", ""),
         "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],

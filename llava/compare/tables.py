@@ -291,13 +291,18 @@ def name_of(entry: Mapping[str, Any]) -> str:
     return entry["arm"] if entry["seed"] is None else f"{entry['arm']}, seed {entry['seed']}"
 
 
-def measured_tables(folder: Path) -> dict[str, Rows]:
-    """The tables that `llava.analysis` wrote, by name, in four digits to be read; its files have all."""
+def measured_tables(folder: Path, record: Record | None = None) -> dict[str, Rows]:
+    """The tables that `llava.analysis` wrote, by name, in four digits to be read; its files have all.
+
+    With a `record` only those of its runs' weights: an earlier call may have left others.
+    """
     contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    weights = {entry["weights"] for entry in record["runs"]} if record else set()
     return {
         name: [{column: in_digits(value, 4) for column, value in row.items()} for row in content["rows"]]
         for name, content in contents.items()
         if isinstance(content, dict) and content.get("rows")
+        if not record or all(model["revision"] in weights for model in content["provenance"]["models"])
     }
 
 

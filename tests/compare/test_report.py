@@ -44,8 +44,11 @@ def report(tmp_path_factory):
     ]
     (root / "analysis").mkdir()
     rows = [{"model": HOSTILE, "layer": i, "share": 1 / 7} for i in range(2)]
-    (root / "analysis/layer-norms.json").write_text(json.dumps({"rows": rows}))
-    (root / "analysis/layer-norms.png").touch()
+    now = revision(str(runs[0].folder("finetune")))
+    for name, measured in (("layer-norms", now), ("norm-params", "of an earlier training")):
+        content = {"rows": rows, "provenance": {"models": [{"name": "none", "revision": measured}]}}
+        (root / f"analysis/{name}.json").write_text(json.dumps(content))
+        (root / f"analysis/{name}.png").touch()
     compare(root, rights)
     return root, runs
 
@@ -141,6 +144,11 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     markdown = (report[0] / "report.md").read_text()
     assert not re.search(r"(?<!\\)<", markdown)
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
+
+
+def test_the_page_has_what_was_measured_of_its_own_weights_alone(report):
+    page = (report[0] / "report.html").read_text()
+    assert "layer-norms" in page and "norm-params" not in page
 
 
 def test_a_norm_has_one_colour_whatever_is_drawn_beside_it():
