@@ -360,6 +360,7 @@ class LLaVATrainer(Trainer):
         """The number of finished epochs, and of steps of the next one; sets the step that the run starts from."""
         resume = resume_from_checkpoint
         position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        self.state.compute_steps(self.args, max_steps)  # of these flags, where the checkpoint has those before
         self.first_step = self.state.global_step
         if self.first_step >= max_steps:  # the library would train one more step before it looks
             logger.info("all %d steps are done; only the final folder is written", max_steps)

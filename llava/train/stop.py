@@ -66,3 +66,7 @@ class StopSignal(TrainerCallback):
                 "rerun the same command to resume"
             )
             control.should_save = control.should_training_stop = True  # if saving fails, it raises
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.stopped and state.global_step % len(kwargs["train_dataloader"]):  # the library ends the epoch early
+            control.should_log = control.should_evaluate = control.should_save = False

@@ -1,6 +1,8 @@
 """Held-out loss in training: exact, also in its parts, the same on any number of ranks, and it changes no weight."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from llava.train import train as train_module
 from llava.train.arguments import parse_flags
 from llava.train.checks import check_flags
 from llava.train.heldout import assigned, parts_of
+from llava.train.llava_trainer import LLaVATrainer
 from llava.train.telemetry import LOG_FILE
 
 EVALS = {"eval_strategy": "steps", "eval_steps": 1}
@@ -130,6 +133,19 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
     assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "whole")
 
 
+@pytest.mark.slow
+def test_a_continued_run_saves_and_evaluates_as_its_own_flags_say(tiny, tmp_path, heldout):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
+    train_module.train(
+        flags(tiny, tmp_path / "resumed", 2, eval_data_path=heldout, **EVALS, **options | {"save_steps": 1})
+    )
+    assert [line["step"] for line in evaluations(tmp_path / "resumed")] == [3, 4]
+    assert (tmp_path / "resumed/checkpoint-3").is_dir()
+
+
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
@@ -150,6 +166,31 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
     assert theirs and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     with pytest.raises(ValueError, match="load_best_model_at_end: there True, now False"):
         train_module.train(flags(tiny, tmp_path, stage, **options | {"load_best_model_at_end": False}))
+
+
+@pytest.mark.slow
+def test_a_signal_within_an_epoch_does_not_choose_the_best(tiny, tmp_path, heldout, monkeypatch):
+    """The highest loss counts as the best, which would be that of the step of the signal."""
+    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "epoch"}
+    options |= {"eval_strategy": "epoch", "per_device_train_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
+    options |= {"greater_is_better": True, "metric_for_best_model": "loss"}
+    argv = flags(tiny, tmp_path / "run", 2, **options)
+    train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
+    compute = LLaVATrainer.training_step
+
+    def signalled(trainer, *args):
+        if trainer.state.global_step == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(trainer, *args)
+
+    monkeypatch.setattr(LLaVATrainer, "training_step", signalled)
+    with pytest.raises(SystemExit):
+        train_module.train(argv)
+    assert not evaluations(tmp_path / "run")
+    train_module.train(argv)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+    ours, theirs = tensors(tmp_path / "run"), tensors(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
