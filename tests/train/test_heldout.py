@@ -216,6 +216,14 @@ def test_wrong_flags_are_named(tiny, tmp_path, options, message):
         train_module.train(flags(tiny, tmp_path, 2, **options))
 
 
+@pytest.mark.parametrize(("metric", "records"), [("accuracy", "finetune.json"), ("loss_text", "pretrain.json")])
+def test_a_metric_that_the_held_out_records_lack_is_named_before_the_first_step(tiny, tmp_path, metric, records):
+    options = {"eval_data_path": tiny / "data" / records, "metric_for_best_model": metric, **EVALS}
+    with pytest.raises(ValueError, match=f"--metric_for_best_model {metric}: held-out records have loss, loss_image"):
+        train_module.train(flags(tiny, tmp_path, 2, **options))
+    assert not (tmp_path / LOG_FILE).exists()
+
+
 def test_deepspeeds_best_checkpoint_must_have_the_states_that_it_loads(tiny, tmp_path):
     options = {"eval_data_path": "x.json", "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     parsed = parse_flags(flags(tiny, tmp_path, 2, save_only_model=True, **EVALS | options))
