@@ -171,7 +171,8 @@ def write_results(checkpoint: Path, folder: Path, lost: float = 0.0, kinds: Sequ
 
 def measure(words: list[str], flags: dict[str, str]) -> None:
     rows = [{"model": word.split("=")[0], "angle": 0.25} for word in words if "=/" in word]
-    Path(flags["output-dir"], f"{command_of(words)}.json").write_text(json.dumps({"rows": rows}))
+    content = {"rows": rows, "provenance": {"models": []}}
+    Path(flags["output-dir"], f"{command_of(words)}.json").write_text(json.dumps(content))
 
 
 if __name__ == "__main__":
