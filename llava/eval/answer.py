@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
     top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
-    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch")
+    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch; sampled answers come one by one")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling")
     return top
 
@@ -108,10 +108,11 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     record = {"asked": settings, "count": len(questions)}
     write_json(record_file(output), record | evaluation_record(assistant.model.file_decoding, options))
     with open(output, "ab") as file, progress(len(questions), "answering", "questions", done=done) as bar:
-        for start in range(done, len(questions), args.batch_size):
-            batch = [questions[index] for index in range(start, min(start + args.batch_size, len(questions)))]
+        size = 1 if args.temperature else args.batch_size  # each sampled answer has a seed of its own
+        for start in range(done, len(questions), size):
+            batch = [questions[index] for index in range(start, min(start + size, len(questions)))]
             pictures = [questions.images.open(place) for question in batch for place in question.asked.pictures]
-            torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
+            torch.manual_seed(args.seed + start)
             answers = assistant.answer([question.asked.turns for question in batch], pictures, **options)
             lines = [answer_line(*pair, args.model_path) for pair in zip(batch, answers, strict=True)]
             file.write("".join(lines).encode())

@@ -147,11 +147,15 @@ def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpo
     assert ask([{"text": "What is 1 + 1?"}, LINES[0]]).lines[1]["text"] == "Yes"
 
 
+SAMPLINGS = [(), ("--temperature", "1.5", "--top-p", "0.9")]
+
+
 @pytest.mark.slow
-def test_greedy_answers_keep_the_order_of_the_data_in_any_batch_size(ask, babbler):
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_answers_are_the_same_in_the_order_of_the_data_in_any_batch_size(ask, babbler, sampling):
     result = {
-        size: ask(LONG, "--batch-size", size, output=f"{size}.jsonl", model=babbler).lines
-        for size in ("1", "2", "5", "64")
+        size: ask(LONG, "--batch-size", size, *sampling, output=f"{size}.jsonl", model=babbler).lines
+        for size in ("1", "2", "64")
     }
     assert len({line["text"] for line in result["1"]}) > 3
     for lines in result.values():
@@ -159,18 +163,19 @@ def test_greedy_answers_keep_the_order_of_the_data_in_any_batch_size(ask, babble
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [(), ("--temperature", "1.5", "--top-p", "0.9")], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_a_rerun_resumes_and_ends_with_the_same_file(ask, asked, babbler, sampling):
     flags = ("--batch-size", "2", *sampling)
     whole = ask(LONG, *flags, model=babbler, output="whole.jsonl").file.read_bytes()
+    calls = len(asked.calls)
     asked.calls.clear()
     asked.stop_after(2)
     stopped = ask(LONG, *flags, model=babbler)
-    assert stopped.status == 130 and "rerun the same command to resume" in stopped.error and len(stopped.lines) == 4
+    assert stopped.status == 130 and "rerun the same command to resume" in stopped.error and stopped.lines
     asked.stop_after(10**9)
     stopped.file.write_bytes(whole[: len(stopped.file.read_bytes()) + 70])  # killed in a line
     asked.calls.clear()
-    assert ask(LONG, *flags, model=babbler).file.read_bytes() == whole and len(asked.calls) == 4
+    assert ask(LONG, *flags, model=babbler).file.read_bytes() == whole and len(asked.calls) < calls
 
 
 @pytest.mark.slow
