@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
     top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
-    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch; sampled answers come one by one")
+    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch; sampled answers: 1")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling")
     return top
 
