@@ -1,7 +1,7 @@
 """One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
 A subclass (in `run`, `planned` and `quickstart`) defines what its runs are trained on, its lanes and what it writes at
-the end. The engine has locks, progress, signals and the times of steps. Finished steps are skipped, so that the same
+the end. The engine has locks, progress and signals. Finished steps are skipped, so that the same
 command resumes after an interruption.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,12 @@ def interpreter() -> str:
 
 @dataclass
 class Experiment:
-    """What is trained, where, and how long its steps took.
+    """What is trained, and where.
 
     Attributes:
         preset: the recipe, a file of scripts/presets.
         data: name of the playground's pictures, for training or for questions.
         lock: file descriptor of the folder's lock, which started processes inherit.
-        times: seconds of every step, by its title.
     """
 
     preset: str
@@ -77,7 +76,6 @@ class Experiment:
     folder: Path
     data: str = ""
     lock: int = -1
-    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def demo(self) -> bool:
@@ -207,7 +205,7 @@ class Experiment:
         """
         print(f"\n=== {title}", flush=True)
         keep_open = [self.lock] if self.lock >= 0 else []
-        self.times |= run_lanes(work, places or self.places(), keep_open, ended)
+        run_lanes(work, places or self.places(), keep_open, ended)
 
     def work(self) -> None:
         """Every part in its order."""

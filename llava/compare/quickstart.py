@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llava.compare.answers import RECORDS, held_out
 from llava.compare.engine import DEMO, Experiment
-from llava.compare.record import FILE, Record, add_runs, new_record, read_record, write_record
+from llava.compare.record import FILE, Record, add_runs, new_record, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run
 from llava.compare.steps import Step, runs_at_once
@@ -80,13 +80,11 @@ class Quickstart(Experiment):
         """Checks the runs, writes the record and the page, and prints the table."""
         data = self.root / self.data / RECORDS
         self.part("3 of 3, update rates", self.measurements(["update-rates"], str(data), MEASURED))
-        file = self.folder / FILE
-        before = read_record(file).get("times", {}) if file.is_file() else {}  # of steps that are skipped now
         title = f"{' and '.join(self.arms)} on {self.data}"
-        record = new_record(title=title, overall=ALL, times=before | self.times, talk=self.talk())
+        record = new_record(title=title, overall=ALL, talk=self.talk())
         add_runs(record, self.runs, lambda run: read_results(self.folder / ANSWERS / run.arm))
         record["examples"] = self.examples(record)
-        write_record(record, file)
+        write_record(record, self.folder / FILE)
         write_page(record, self.folder, page=PAGE)
         print(f"\n{table_of(record)}")
 

@@ -15,7 +15,7 @@
 A run's configuration, first norms and losses, stages and answers are left out of older records, and so are "tasks".
 Some older runs also have "controls", percent right with the picture changed or taken away, and "training", evaluations
 during stage 2.
-More keys belong to the experiment: its `title`, `overall` result, `examples` and `times`.
+More keys belong to the experiment: its `title`, `overall` result and `examples`.
 """
 
 import json

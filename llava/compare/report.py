@@ -105,7 +105,6 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "analysis": figures.analysis_figures(analysis, context["measured"]),
         "examples": pictured(record),
         "talk": record.get("talk", ""),
-        "times": [{"step": name, "seconds": round(seconds)} for name, seconds in record.get("times", {}).items()],
     }
     if stats.results:
         written.append(folder / f"{Path(page).stem}-differences.svg")

@@ -93,7 +93,7 @@ class Comparison(Experiment):
         """Checks every run, and writes the record and the page into `folder`."""
         if self.questions:
             check_results(self.runs, lambda run: run.own_results)
-        record = new_record(title=f"{', '.join(self.arms)} by {self.preset}", times=self.times)
+        record = new_record(title=f"{', '.join(self.arms)} by {self.preset}")
         add_runs(record, self.runs, self.results_of)
         folder.mkdir(parents=True, exist_ok=True)
         write_record(record, folder / FILE)

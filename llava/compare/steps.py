@@ -102,8 +102,8 @@ def run_lanes(
     places: Sequence[Mapping[str, str]],
     keep_open: Sequence[int] = (),
     ended: Callable[[str], object] = lambda lane: None,
-) -> dict[str, float]:
-    """Runs every lane's steps in order, a lane in each place at a time; returns each step's seconds by its title.
+) -> None:
+    """Runs every lane's steps in order, a lane in each place at a time.
 
     Args:
         places: the variables of each place, such as its GPU.
@@ -116,7 +116,6 @@ def run_lanes(
     waiting = [Lane(name, list(steps)) for name, steps in lanes.items()]
     active: list[Lane] = []
     free = list(places)
-    times: dict[str, float] = {}
     shown, between = time.monotonic(), float(os.environ.get("WATCH_SECONDS", "20"))
     try:
         while waiting or active:
@@ -124,7 +123,7 @@ def run_lanes(
                 active.append(waiting.pop(0))
                 active[-1].place = free.pop(0)
             for lane in list(active):
-                if not _advance(lane, times, keep_open):
+                if not _advance(lane, keep_open):
                     active.remove(lane)
                     free.append(lane.place)
                     ended(lane.name)
@@ -135,16 +134,15 @@ def run_lanes(
             time.sleep(POLL_SECONDS if active else 0)
     finally:  # a failure, Ctrl-C or SIGTERM; nothing is left to end otherwise
         end([lane.process for lane in active if lane.process])
-    return times
 
 
-def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> bool:
+def _advance(lane: Lane, keep_open: Sequence[int]) -> bool:
     """Starts the lane's next step if none runs; returns False when the lane has finished."""
     if lane.process is not None:
         code = lane.process.poll()
         if code is None:
             return True
-        seconds = times[lane.running.title] = time.monotonic() - lane.since
+        seconds = time.monotonic() - lane.since
         lane.process = None
         if code:
             lane.running.failed(code)

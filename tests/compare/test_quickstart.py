@@ -56,12 +56,10 @@ def test_an_interruption_ends_every_arm_a_rerun_resumes_and_another_trains_nothi
     page = (call.out / "index.html").read_text()
     assert "gwc_layernorm minus none" in page and "the arms cannot be ranked" in page
     assert not re.findall(r"""src=["'](?!data:)""", page) and f"none: {html.escape('<b>a</b>')}" in page
-    before = json.loads((call.out / "record.json").read_text())["times"]
 
     again = call()
     assert again.returncode == 0 and not [line for line in call.seen() if line.startswith("train")]
     assert again.stdout.count("is complete, skipped") == 4  # answers and the measurement are no stages
-    assert json.loads((call.out / "record.json").read_text())["times"]["none, stage 1"] == before["none, stage 1"]
     refused = call(SEED=7)
     assert refused.returncode == 2 and not [line for line in call.seen() if line.startswith("train")]
     assert f"{call.out}/none/pretrain was trained with different flags" in refused.stderr.splitlines()[0]
