@@ -3,10 +3,8 @@
 import json
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from llava.launch.command import Launch, resolve_launch
@@ -59,9 +57,6 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     if flags.value("deepspeed"):
         flags = flags.with_value("deepspeed", shipped(flags.value("deepspeed")))
     python = environment.get("PYTHON_BIN") or ".venv/bin/python"
-    if flags.value("report_to") == "auto":
-        lacks_it = Path(python) == Path(sys.executable) and not any(map(find_spec, ("tensorboard", "tensorboardX")))
-        flags = flags.with_value("report_to", "none" if lacks_it else "tensorboard")
     one_of("LIGER", flags.value("use_liger_kernel") or "False", ("auto", "True", "False", "1", "0"))
     devices = resolve_devices(environment)
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")

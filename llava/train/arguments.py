@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 from transformers import HfArgumentParser
+from transformers.integrations import is_tensorboard_available
 
 from llava.anyres import check_grids_given, check_modes
 from llava.model.multimodal_projector.builder import find_projector
@@ -258,6 +259,8 @@ class TrainingArguments(transformers.TrainingArguments):
             self.deepspeed = shipped(self.deepspeed)
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
+        if self.report_to in ("auto", ["auto"]):
+            self.report_to = "tensorboard" if is_tensorboard_available() else "none"
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
         older, newer = self.gradient_checkpointing, self.activation_checkpointing

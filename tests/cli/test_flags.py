@@ -3,6 +3,7 @@
 import pytest
 
 from llava.model.multimodal_projector.norm import NORM_FIELDS
+from llava.train import arguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags
 
 REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
@@ -46,6 +47,12 @@ def test_wrong_flag_is_named_in_one_line(argument, message, capsys):
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(("installed", "reports_to"), [(True, ["tensorboard"]), (False, [])])
+def test_auto_reports_to_tensorboard_where_the_python_that_trains_has_it(monkeypatch, installed, reports_to):
+    monkeypatch.setattr(arguments, "is_tensorboard_available", lambda: installed)
+    assert parse_flags([*REQUIRED, "--report_to", "auto"])[2].report_to == reports_to
 
 
 def test_spellings_of_llavas_scripts_and_of_the_library_are_taken():
