@@ -1,0 +1,28 @@
+"""LLaVA's `auto_upgrade`, which its merging programs call before they load a checkpoint."""
+
+import json
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+
+def auto_upgrade(config: str) -> None:
+    """Asks to upgrade the `config.json` of a first-version LLaVA checkpoint, whose model type is that of a plain Llama.
+
+    Args:
+        config: a checkpoint's folder; ignored without `llava` in its path.
+
+    Raises:
+        ValueError: it is neither a LLaVA model nor a Llama, or no folder of this machine.
+        SystemExit: the user declines.
+    """
+    settings, _ = PretrainedConfig.get_config_dict(config)
+    kind, file = settings.get("model_type", ""), Path(config) / "config.json"
+    if "llava" not in config or "llava" in kind:
+        return
+    if kind != "llama" or not file.is_file():
+        raise ValueError(f"{config}: expected a folder with a LLaVA or Llama model, found model_type {kind!r}")
+    if input(f"{file} is of LLaVA's first version. Write model_type llava_llama into it? [y/n] ").lower() != "y":
+        raise SystemExit(1)
+    upgraded = {"model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | upgraded, indent=2) + "\n")
