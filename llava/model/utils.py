@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from llava.utils.files import write_json
+
 
 def auto_upgrade(config: str) -> None:
     """Asks to upgrade the `config.json` of a first-version LLaVA checkpoint, whose model type is that of a plain Llama.
@@ -21,8 +23,9 @@ def auto_upgrade(config: str) -> None:
     if "llava" not in config or "llava" in kind:
         return
     if kind != "llama" or not file.is_file():
-        raise ValueError(f"{config}: expected a folder with a LLaVA or Llama model, found model_type {kind!r}")
+        where = "" if file.is_file() else " on the hub"
+        raise ValueError(f"{config}: expected a folder with a LLaVA or Llama model, found model_type {kind!r}{where}")
     if input(f"{file} is of LLaVA's first version. Write model_type llava_llama into it? [y/n] ").lower() != "y":
         raise SystemExit(1)
     upgraded = {"model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalLM"]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | upgraded, indent=2) + "\n")
+    write_json(file, json.loads(file.read_text()) | upgraded)

@@ -334,9 +334,14 @@ class LLaVATrainer(Trainer):
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
-        if not self.state.best_global_step or not self.flags.load_best_model_at_end:
+        if not self.flags.load_best_model_at_end:
+            return
+        if not self.state.best_global_step:
+            logger.warning("--load_best_model_at_end: nothing was evaluated; the final folder gets the last weights")
             return
         best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
+        if not best.is_dir():  # of another folder, by --resume_from_checkpoint
+            best = Path(self.state.best_model_checkpoint)
         metric = self.flags.metric_for_best_model
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:

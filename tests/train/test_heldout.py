@@ -162,8 +162,12 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
     assert best < 4
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["best_global_step"] == best and state["best_model_checkpoint"] == f"{tmp_path}/checkpoint-{best}"
-    ours, theirs = tensors(tmp_path), tensors(tmp_path / f"checkpoint-{best}")
-    assert theirs and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    elsewhere = tmp_path / "elsewhere"
+    resumed = options | {"resume_from_checkpoint": tmp_path / "checkpoint-4"}
+    train_module.train(flags(tiny, elsewhere, stage, **resumed))
+    theirs = tensors(tmp_path / f"checkpoint-{best}")
+    for ours in (tensors(tmp_path), tensors(elsewhere)):
+        assert theirs and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     with pytest.raises(ValueError, match="load_best_model_at_end: there True, now False"):
         train_module.train(flags(tiny, tmp_path, stage, **options | {"load_best_model_at_end": False}))
 
