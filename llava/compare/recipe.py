@@ -17,6 +17,7 @@ from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
 from llava.launch.settings import NAMES, OF_ONE_STAGE, is_on
 from llava.utils.names import nearest_name
 from llava.utils.paths import CODE, ROOT, WORK
+from llava.utils.plugins import load
 from llava.utils.processes import start, wait
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Recipe:
             folder = self.checkpoint or (WORK / self.plan(STAGES[1])["flags"]["output_dir"]).resolve()
             if not folder.is_dir():
                 raise FileNotFoundError(f"{folder}: nothing is trained there; call pretrain() and finetune() first")
+            load(self._environment(STAGES[1], {}).get("PLUGINS", ""), "PLUGINS=")
             self._assistant = load_assistant(str(folder))
         if isinstance(picture, str | os.PathLike):
             picture = load_picture(os.fspath(picture), called="picture")

@@ -12,6 +12,7 @@ from run_inputs import inputs_in
 
 from llava import Recipe, asking
 from llava.launch.recipe import STAGES
+from llava.utils import plugins
 
 # In place of Python: a rank that prints and fails.
 STAND_IN_TRAINER = f"""#!{sys.executable}
@@ -84,8 +85,11 @@ def test_a_failed_run_is_an_error_below_what_it_printed(stand_in, monkeypatch, c
 @pytest.mark.slow
 def test_both_stages_and_an_answer(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAVA_PYTHON", sys.executable)
-    data = tiny / "data"
+    monkeypatch.setattr(plugins, "digests", {})
+    data, own = tiny / "data", tmp_path / "own.py"
+    own.write_text("")
     shared = {"model_path": tiny / "llama", "vision_tower": tiny / "siglip", "image_folder": data / "images"}
+    shared |= {"plugins": own}
     recipe = Recipe("demo", norm="gwc_layernorm", num_gpus=0, max_steps=1, bf16=False, report_to="none", **shared)
     recipe.pretrain(data_path=data / "pretrain.json", output_dir=tmp_path / "first")
     assert (tmp_path / "first/mm_projector.bin").is_file()
@@ -96,7 +100,7 @@ def test_both_stages_and_an_answer(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "load_assistant", lambda *words: loads.append(words) or load(*words))
     Image.new("RGB", (20, 16), "red").save(tmp_path / "red.png")
     answers = [recipe.ask(tmp_path / "red.png", "Which colour?", max_new_tokens=4) for _ in range(2)]
-    assert loads == [(str(tmp_path / "second"),)]
+    assert loads == [(str(tmp_path / "second"),)] and [*plugins.digests] == ["own.py"]
     turns = [[{"from": "human", "value": "<image>\nWhich colour?"}]]
     picture = Image.open(tmp_path / "red.png")
     expected = load(str(tmp_path / "second")).answer(turns, [picture], do_sample=False, max_new_tokens=4)
