@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import saved_models
 import torch
 import transformers
 import vision_language_models as models
@@ -78,7 +79,10 @@ LLMS = {
         **models.TEXT, head_dim=8, sliding_window=6, attn_logit_softcapping=0.1
     ),
     "window": lambda: transformers.MistralConfig(**models.TEXT, sliding_window=6),
-    "hybrid": models.hybrid,
+    # The middle layer alone has attention.
+    "hybrid": lambda: transformers.Lfm2Config(
+        **models.TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8
+    ),
 }
 
 
@@ -340,11 +344,10 @@ def _angle(a, b):
     return np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
-    config = transformers.GemmaConfig(**models.TEXT, head_dim=8)
-    path = models.saved_llava(tiny, tmp_path / "model", config)
+def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tmp_path, monkeypatch):
+    saved_models.write(saved_models.SAVED["gemma3"], tmp_path)
     args = parser("interventions").parse_args(["interventions", "--device", "cpu"])
-    probe = loading.load(NamedModel("m", path), args)
+    probe = loading.load(NamedModel("m", str(tmp_path)), args)
     sample = PicturePrompt("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
     ids = probe.prepare(sample).input_ids[0]
     words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
@@ -353,7 +356,8 @@ def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
     assert outcomes_by_name[interventions.UNTOUCHED]["text norm"] == pytest.approx(expected, rel=1e-5)
     assert outcomes_by_name[interventions.TEXT_NORM]["visual norm"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="first: no text enters beside the picture"):
-        outcomes_of(probe, sample._replace(prompt=""), [1.0])
+        monkeypatch.setattr(probe, "groups", lambda batch: torch.full_like(batch.input_ids, VISUAL))
+        outcomes_of(probe, sample, [1.0])
 
 
 @pytest.mark.slow

@@ -1,24 +1,12 @@
-"""The analysis' statistics, command line and files, against NumPy and what the files must hold."""
+"""The files of a result: what they must hold."""
 
 import csv
 import json
 from types import SimpleNamespace
 
-import numpy as np
-
-from llava.analysis import measure, output
+from llava.analysis import output
 from llava.analysis.commands import NamedModel
 from llava.utils.digests import fingerprint
-
-
-def test_a_summary_holds_numpys_moments_and_quantiles_and_nan_where_there_are_no_values():
-    values = np.random.default_rng(0).lognormal(3, 2, 500)
-    summary = measure.summary(values)
-    assert (summary["count"], summary["mean"], summary["std"]) == (500, values.mean(), values.std())
-    assert (summary["min"], summary["p50"], summary["max"]) == (values.min(), np.median(values), values.max())
-    assert summary["p99"] == np.percentile(values, 99)
-    empty = measure.summary(np.empty(0))
-    assert empty.pop("count") == 0 and np.isnan(list(empty.values())).all() and empty.keys() < summary.keys()
 
 
 def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path, capsys):

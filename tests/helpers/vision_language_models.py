@@ -85,29 +85,6 @@ def llava(text=None) -> Case:
     return Case(model, ids_for([16, 16]) | {"pixel_values": images}, rows(features), projected, projected)
 
 
-def saved_llava(tiny, folder, text=None) -> str:
-    """A folder with `llava(text)`, the tokenizer of `tiny`, and a processor."""
-    from llava.mm_utils import load_tokenizer
-
-    model = llava(text).model
-    tokenizer = load_tokenizer(str(tiny / "llama"))
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
-    part = "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
-    template = f"{{% for part in messages[0]['content'] %}}{part}{{% endfor %}}"
-    picture = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    options |= {"image_processor": picture, "tokenizer": tokenizer, "chat_template": template}
-    model.save_pretrained(folder)
-    transformers.LlavaProcessor(**options).save_pretrained(folder)
-    return str(folder)
-
-
-def hybrid() -> transformers.PretrainedConfig:
-    """A language model whose middle layer alone has attention; the others are convolutions."""
-    return transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8)
-
-
 def qwen3_vl() -> Case:
     vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
