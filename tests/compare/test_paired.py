@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from llava.eval.paired import compare_benchmarks, resampled_mean, sign_test
+from llava.eval.paired import compare_benchmarks, sign_test
 from llava.utils.intervals import share_interval
 
 RNG = np.random.default_rng(1)
@@ -28,16 +28,6 @@ def test_sign_test_equals_the_sum_over_all_outcomes():
         as_uneven = sum(abs(2 * heads - total) >= abs(won - lost) for heads in sides)
         assert sign_test(won, lost) == pytest.approx(as_uneven / 2**total)
     assert 0 < sign_test(5200, 4800) < 1e-4  # exact whole numbers, where floats would overflow
-
-
-def test_resampling_distinct_values_is_resampling_the_values():
-    values = RNG.choice([-1, 0, 0.5, 1], size=50)
-    population = np.append(values, (1, -1))
-    plain = RNG.choice(population, size=(40_000, len(population))).mean(axis=1)
-    fast = resampled_mean(values, np.random.default_rng(2), 40_000)
-    assert fast.mean() == pytest.approx(population.mean(), abs=4 * plain.std() / 200)
-    assert np.quantile(fast, [0.025, 0.5, 0.975]) == pytest.approx(np.quantile(plain, [0.025, 0.5, 0.975]), abs=0.02)
-    assert fast.std() == pytest.approx(population.std() / math.sqrt(len(population)), rel=0.02)
 
 
 def test_interval_is_the_normal_one_where_that_holds():
