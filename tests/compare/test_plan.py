@@ -28,7 +28,7 @@ from llava.compare.record import FILE, add_run, differing, read_record, shared_c
 from llava.compare.report import write_page
 from llava.compare.runs import RATE_FIELDS, Run
 from llava.compare.tables import UNDECIDED, WITHIN, Statistics, differences_table, verdict
-from llava.eval.paired import IMPROVED, compare_seeds
+from llava.eval.paired import IMPROVED, compare_seeds, confidence_of
 from llava.eval.results import Answered, Results, TaskResult
 from llava.utils.intervals import student_cdf, student_quantile
 from llava.utils.provenance import differences
@@ -168,6 +168,14 @@ def test_equal_arms_are_told_apart_in_at_most_one_study_of_twenty():
         for arms in studies(0, 3.0, len(plan.seeds))
     ]
     assert 0.03 < np.mean(wrong) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(wrong))
+
+
+@pytest.mark.parametrize(("deviation", "difference"), [(2.0, 4.6), (3.0, 6.9), (4.0, 9.2)])
+def test_the_third_studys_seeds_show_the_planned_difference_in_four_of_five_studies(deviation, difference):
+    arms = studies(difference, deviation, seeds=5, count=2000)[:, 0]
+    shown = np.mean([compare_seeds(values, confidence_of(3)).low > 0 for values in arms])
+    assert shown == pytest.approx(0.8, abs=3 * math.sqrt(0.8 * 0.2 / len(arms)))
+    assert f"{difference:g}" in (ROOT / "docs/study-3-plan.md").read_text()
 
 
 def test_the_second_studys_plan_is_refused_before_its_tuning_is_recorded(tmp_path):
