@@ -301,7 +301,7 @@ def test_seeds_of_both_precisions_are_recorded_and_other_settings_are_not_left_o
 # --- the committed studies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "runs"), [*STUDIES.items(), *SECOND.items()])
+@pytest.mark.parametrize(("name", "runs"), [*STUDIES.items(), *SECOND.items(), ("study-3-plan", "study-3-plan-runs")])
 def test_a_plan_was_committed_before_its_runs(name, runs):
     for entry in read_record(DATA / f"{runs}.json")["runs"]:
         commit = git("show", "--no-patch", "--format=%cI", entry["commit"])
