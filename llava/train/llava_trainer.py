@@ -341,7 +341,7 @@ class LLaVATrainer(Trainer):
             return
         best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
         if not best.is_dir():  # of another folder, by --resume_from_checkpoint
-            best = Path(self.state.best_model_checkpoint)
+            best = Path(self.state.best_model_checkpoint or best)
         metric = self.flags.metric_for_best_model
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
