@@ -2,12 +2,12 @@
 # Runs every part of the tests, or those that are named, each in the environment that it needs, and prints one table.
 # Exits with 1 if a part failed. suite is scripts/test.sh; numeric repeats the tests with that mark on the instructions of
 # one older CPU; chaos breaks real runs; browser gets an older Pillow; serving asks a quickstart's checkpoints
-# through vLLM; peers trains with each tool of benchmarks/vs_peers.py; mixins runs transformers' own tests.
+# through vLLM; peers trains with each tool of benchmarks/vs_peers.py.
 # OUTPUT_DIR (default: outputs/test_all) gets the logs.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-readonly PARTS="suite numeric chaos browser serving peers mixins"
+readonly PARTS="suite numeric chaos browser serving peers"
 parts=()
 for part in "$@"; do
   [[ " $PARTS " == *" $part "* ]] || die "$part is not one of: $PARTS"
@@ -55,7 +55,6 @@ run() { # part
         "$PYTHON_BIN" -m benchmarks.vs_peers --size tiny --repeats 1 --output-dir "$OUTPUT_DIR/peers" &&
         "$PYTHON_BIN" -m pytest tests/nightly/test_elsewhere.py
       ;;
-    mixins) "$PYTHON_BIN" -m pytest tests/nightly/test_library_mixins.py ;;
   esac
 }
 
