@@ -28,8 +28,7 @@ class Family:
     image_token_id: int | None = None  # the id at visual positions
     auto_class: str = "AutoModelForImageTextToText"  # the transformers class that loads it
     own_inputs: bool = False  # the model makes its inputs itself, by `preprocess_inputs(messages)`
-    prompt: str | None = None  # the text, without a chat template, with `{picture}` and `{prompt}` in it
-    picture: str = "<image>"  # what stands for `{picture}`, where a sample has one
+    prompt: str | None = None  # the text, without a chat template, with `{prompt}` in it
     page_lists: bool = False  # a list of pictures is the pages of one (GOT-OCR2) or refused (Kimi-VL): none is given
     own_code: bool = False  # its repository has its code, written for transformers 4 (`llava.analysis.remote_code`)
     embedding: str | None = None  # the text embedding, where `get_input_embeddings` does not give it
@@ -39,9 +38,7 @@ class Family:
 # By model_type.
 _GLM = Family(features="output:model.visual.post_layernorm")  # the projector begins with a convolution
 _GOT = Family(
-    prompt="<|im_start|>user\n{picture}{prompt}<|im_end|><|im_start|>assistant\n",
-    picture="<img><imgpad></img>\n",
-    page_lists=True,
+    prompt="<|im_start|>user\n<img><imgpad></img>\n{prompt}<|im_end|><|im_start|>assistant\n", page_lists=True
 )
 FAMILIES = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
@@ -54,7 +51,7 @@ FAMILIES = {
     # The vision model ends in a merger with an MLP of its own, and a single linear layer follows.
     "hyperclovax_vision_v2": Family(features="input:model.vision_model.merger"),
     "got_ocr2": _GOT,
-    "paligemma": Family(prompt="{picture}{prompt}"),
+    "paligemma": Family(prompt="<image>{prompt}"),
     # The picture becomes weights of a visual vocabulary's rows: the matrix product with it is the projection.
     "ovis2": Family(
         projector="model.visual_embeddings_table",

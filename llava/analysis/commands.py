@@ -35,7 +35,6 @@ COMMANDS = {
     # It measures one batch: the --samples of the other commands would be too many.
     "gradients": Command("gradients above and below the projector's norm (section 5.1)", OURS, ("data",)),
     "attention": Command("where a query looks, and how much attention visual tokens get (Appendix G)"),
-    "interventions": Command("what visual tokens' norms do to a trained model at inference"),
     "theory": Command("how far the theory's assumptions and predictions hold in a model (sections 3 and B)"),
 }
 """In the order of `all`."""

@@ -161,8 +161,7 @@ def _load_ours(named: NamedModel, args: argparse.Namespace) -> Probe:
     model, tokenizer = assistant.model, assistant.tokenizer
 
     def prepare(sample: PicturePrompt) -> Batch:
-        pictures = [] if sample.image is None else [sample.image]
-        return our_batch(model, [our_prompt(sample, assistant)], pictures, assistant.image_processor)
+        return our_batch(model, [our_prompt(sample, assistant)], [sample.image], assistant.image_processor)
 
     parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
     return Probe(named.name, model, parts, prepare, special_ids(tokenizer))
@@ -170,12 +169,9 @@ def _load_ours(named: NamedModel, args: argparse.Namespace) -> Probe:
 
 def our_prompt(sample: PicturePrompt, assistant: Assistant) -> torch.Tensor:
     """`input_ids` [S] of a question about a picture, with one placeholder for it; a captioner gets no template."""
-    pictures = [] if sample.image is None else [sample.image]
     if is_captioner(assistant.template):
-        text = DEFAULT_IMAGE_TOKEN * len(pictures) + sample.prompt
-        return tokenizer_image_token(text, assistant.tokenizer, return_tensors="pt")
-    text = f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + sample.prompt
-    return assistant.prompt_ids([{"from": "human", "value": text}], pictures)
+        return tokenizer_image_token(DEFAULT_IMAGE_TOKEN + sample.prompt, assistant.tokenizer, return_tensors="pt")
+    return assistant.prompt_ids([{"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"}], [sample.image])
 
 
 def our_batch(
@@ -302,19 +298,16 @@ def library_inputs(
     def text_of(sample: PicturePrompt) -> str:
         if not family.prompt or processor.chat_template:
             return processor.apply_chat_template(chat(sample), add_generation_prompt=True)
-        return family.prompt.format(picture=family.picture if sample.image is not None else "", prompt=sample.prompt)
+        return family.prompt.format(prompt=sample.prompt)
 
     def prepare(sample: PicturePrompt) -> Batch:
-        text, picture = text_of(sample), sample.image
+        text = text_of(sample)
         bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
         options = {"add_special_tokens": not (bos and text.startswith(bos)), "return_tensors": "pt"}
         if "mm_token_type_ids" in processor.model_input_names:  # a few processors make them only when told to
             options["return_mm_token_type_ids"] = True
-        if picture is not None:
-            options["images"] = [picture] if family.page_lists else [[picture]]
-        # A family without a chat template has a processor that wants a picture.
-        make = processor if picture is not None or not family.prompt else processor.tokenizer
-        inputs = make(text=[text], **options)
+        options["images"] = [sample.image] if family.page_lists else [[sample.image]]
+        inputs = processor(text=[text], **options)
         inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items() if k != "labels"}
         inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
         return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
@@ -324,9 +317,7 @@ def library_inputs(
 
 def chat(sample: PicturePrompt) -> list[dict[str, Any]]:
     """The sample as the one-turn conversation that processors take, with the picture first."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": sample.prompt}]
-    if sample.image is not None:
-        content.insert(0, {"type": "image", "image": sample.image})
+    content = [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.prompt}]
     return [{"role": "user", "content": content}]
 
 

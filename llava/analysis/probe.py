@@ -27,8 +27,6 @@ SAME = 0.999
 COMPARED = 256
 """Number of visual positions whose values are looked up among the projector's rows."""
 
-Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 @dataclass
 class Batch:
@@ -106,7 +104,7 @@ class Probe:
         return self.parts.embedding.weight.detach()
 
     def groups(self, batch: Batch) -> torch.Tensor:
-        """What each position of `batch` holds [B, S]: without a picture all text is before it."""
+        """What each position of `batch` holds [B, S]."""
         visual = (batch.input_ids == self.parts.image_token_id) & batch.mask
         groups = torch.where(visual.cumsum(1) > 0, TEXT_AFTER, TEXT_BEFORE)
         groups[torch.isin(batch.input_ids, self.special_ids.to(groups.device))] = SPECIAL
@@ -116,22 +114,21 @@ class Probe:
         return groups.to(torch.uint8)
 
     @torch.no_grad()
-    def run(self, batch: Batch, edit: Edit | None = None, **options: Any) -> Observation:
+    def run(self, batch: Batch, **options: Any) -> Observation:
         """Runs the model on `batch` and returns what passed through it.
 
         Args:
-            edit: called with the LLM's input [B, S, D] and the groups [B, S]; the LLM continues with what it returns.
             options: of the model's forward, such as `output_attentions=True` or `use_cache=True`.
 
         Raises:
             ValueError: what is at the image token's positions is not what the projector gave.
         """
         groups = self.groups(batch)
-        with self.recording(groups, edit) as seen:
+        with self.recording() as seen:
             outputs = self.model(**({"use_cache": False} | batch.inputs | options))
         states = seen["states"] = [*seen["entered"], *seen["left"][-1:]]
         self._check(seen, groups)
-        if edit is None and bool((groups == VISUAL).any()):
+        if bool((groups == VISUAL).any()):
             self._check_visual_positions(states[0].float(), _rows(seen["projector_output"]), groups, batch.input_ids)
         features, wide = self.parts.features, seen["features"][0] if seen["features"] else None
         if wide is not None and features.may_join_patches(wide):
@@ -144,18 +141,13 @@ class Probe:
         return Observation(groups, states, *tokens, outputs.logits, seen["left"])
 
     @contextlib.contextmanager
-    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
+    def recording(self) -> Iterator[dict[str, list[torch.Tensor]]]:
         """While the context is open, a forward pass fills the dict's lists: what enters and leaves the layers, ..."""
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         parts, joins = self.parts, self.parts.features.joins_patches
 
-        def enter(_: nn.Module, args: tuple, kwargs: dict) -> Any:
-            states = args[0] if args else kwargs["hidden_states"]
-            if edit is not None and not seen["entered"]:
-                states = edit(states, groups)
-                args, kwargs = ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
-            seen["entered"].append(states)
-            return args, kwargs
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen["entered"].append(args[0] if args else kwargs["hidden_states"])
 
         def leave(_: nn.Module, args: tuple, output: Any) -> None:
             seen["left"].append(output if isinstance(output, torch.Tensor) else output[0])

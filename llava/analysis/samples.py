@@ -35,10 +35,10 @@ SHOWN = 10
 
 
 class PicturePrompt(NamedTuple):
-    """A picture (None: text alone) with what is asked about it, and the answer where the data has one."""
+    """A picture with what is asked about it, and the answer where the data has one."""
 
     name: str
-    image: Image.Image | None
+    image: Image.Image
     prompt: str
     answer: str | None = None
 

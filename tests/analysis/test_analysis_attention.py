@@ -1,4 +1,4 @@
-"""`attention`, `interventions`, `theory` on tiny models, against the library's own attention and cache."""
+"""`attention` and `theory` on tiny models, against the library's own attention and cache."""
 
 import json
 from collections.abc import Callable
@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import saved_models
 import torch
 import transformers
 import vision_language_models as models
 from PIL import Image
-from torch.nn import functional as F
 
-from llava.analysis import attention, interventions, theory
+from llava.analysis import attention, theory
 from llava.analysis import models as loading
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention import overlaid, picture_grid, seen_picture, watched
@@ -230,59 +228,6 @@ def test_a_map_lies_on_the_picture_that_the_encoder_sees(probe, monkeypatch, mod
     assert drawn.shape == (20, 80) and (drawn == drawn.max())[:10, :40].all() and (drawn == drawn.max()).sum() == 400
 
 
-def outcomes_of(probe, sample, alphas) -> dict:
-    """What `interventions` finds on a sample, by intervention."""
-    values = interventions.outcomes_of(probe, sample, alphas)
-    return {name: {what: values[what][i] for what in values} for i, name in enumerate(values["name"])}
-
-
-@pytest.fixture(scope="module")
-def outcomes(probe, question):
-    return outcomes_of(probe, question, [0.5, 1.0, 2.0])
-
-
-def test_alpha_one_is_an_exact_control(outcomes):
-    same = outcomes["alpha 1"]
-    assert same["kl"] == pytest.approx(0, abs=1e-9) and same["rank"] == 1
-    assert outcomes[interventions.BLANK]["kl"] > 1e-6
-    assert outcomes[interventions.TEXT_ONLY]["share"] == 0
-
-
-def plain_run(probe, question, scale):
-    """Log probabilities of the next token, and the visual tokens, by the plain model."""
-    batch = probe.prepare(question)
-    embeds = probe.model.prepare_inputs_labels_for_multimodal(
-        batch.inputs["input_ids"], None, None, None, None, batch.inputs["images"]
-    )[4]
-    visual = probe.groups(batch)[0] == VISUAL
-    embeds[0, visual] = scale(embeds[0, visual])
-    return probe.model(inputs_embeds=embeds).logits[0, -1].double().log_softmax(-1), embeds[0, visual]
-
-
-@pytest.mark.parametrize("name", ["alpha 2", "alpha 0.5", interventions.TEXT_NORM])
-def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question, outcomes, name):
-    batch = probe.prepare(question)
-    text = torch.isin(probe.groups(batch), torch.tensor([TEXT_BEFORE, TEXT_AFTER]))
-    target = float(np.median(probe.embedding_weight[batch.input_ids[text]].norm(dim=1)))
-    with torch.no_grad():
-        expected, tokens = plain_run(probe, question, lambda tokens: tokens)
-        if name == interventions.TEXT_NORM:
-            log_probs, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
-        else:
-            log_probs, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
-    outcome = outcomes[name]
-    assert outcome["kl"] == pytest.approx(
-        F.kl_div(log_probs, expected, log_target=True, reduction="sum").item(), rel=1e-3, abs=1e-10
-    )
-    assert outcome["rank"] == 1 + int((log_probs > log_probs[expected.argmax()]).sum())
-    assert outcomes[interventions.UNTOUCHED]["visual norm"] == pytest.approx(np.median(tokens.norm(dim=-1)), rel=1e-5)
-    assert outcomes[interventions.UNTOUCHED]["text norm"] == pytest.approx(target, rel=1e-6)
-    assert outcome["visual norm"] == pytest.approx(
-        target if name == interventions.TEXT_NORM else float(name.split()[1]) * np.median(tokens.norm(dim=-1)),
-        rel=1e-5,
-    )
-
-
 def layer_row(states, after, groups, sinks) -> dict[str, float]:
     """The row of one layer and one sample."""
     members = {name: torch.isin(groups, torch.tensor(ids)) & ~sinks for name, ids in theory.MODALITIES.items()}
@@ -344,38 +289,18 @@ def _angle(a, b):
     return np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tmp_path, monkeypatch):
-    saved_models.write(saved_models.SAVED["gemma3"], tmp_path)
-    args = parser("interventions").parse_args(["interventions", "--device", "cpu"])
-    probe = loading.load(NamedModel("m", str(tmp_path)), args)
-    sample = PicturePrompt("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
-    ids = probe.prepare(sample).input_ids[0]
-    words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
-    expected = 32**0.5 * float(np.median(probe.embedding_weight[words].norm(dim=1)))
-    outcomes_by_name = outcomes_of(probe, sample, [1.0])
-    assert outcomes_by_name[interventions.UNTOUCHED]["text norm"] == pytest.approx(expected, rel=1e-5)
-    assert outcomes_by_name[interventions.TEXT_NORM]["visual norm"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="first: no text enters beside the picture"):
-        monkeypatch.setattr(probe, "groups", lambda batch: torch.full_like(batch.input_ids, VISUAL))
-        outcomes_of(probe, sample, [1.0])
-
-
 @pytest.mark.slow
 def test_the_commands_write_their_files_and_measure_once(checkpoint, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(presentation.STYLE, "savefig.dpi", 50)
     shared = ["--model", f"one={checkpoint}", "--model", f"two={checkpoint}", "--device", "cpu"]
     shared += ["--data", str(tiny / "data/finetune.json"), "--samples", "2", "--output-dir", str(tmp_path)]
-    commands = {"attention": "attention", "interventions": "interventions", "theory-model": "theory"}
+    commands = {"attention": "attention", "theory-model": "theory"}
     written = {}
     for result, command in commands.items():
         assert main([command, *shared]) == 0
         written[result] = json.loads((tmp_path / f"{result}.json").read_text())["rows"]
-    for name in ("attention-heatmaps", "attention-profiles", "interventions"):
+    for name in ("attention-heatmaps", "attention-profiles"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
-    assert [row["intervention"] for row in written["interventions"] if row["model"] == "two"] == [
-        *("untouched", *(f"alpha {alpha:g}" for alpha in interventions.ALPHAS)),
-        *("text norm", "blank picture", "no picture"),
-    ]
     assert len(json.loads((tmp_path / "theory-model-layers.json").read_text())["rows"]) == 2 * 2  # models, layers
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
     for result, command in commands.items():
