@@ -12,7 +12,6 @@ from vision_language_models import our_checkpoint
 from warm_python import warm_python
 
 from llava.compare.record import read_record
-from llava.train.telemetry import LOG_FILE
 from playground import scenes, smollm2, tower
 from playground.store import build, read_manifest
 
@@ -56,7 +55,7 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
     said = capsys.readouterr().out
     assert "GlobalWeightCompensatedLayerNorm" in said and said.count(" (expected: ") == 3
     stages = [out / arm / stage for arm in ("none", "gwc_layernorm") for stage in ("pretrain", "finetune")]
-    assert [len(losses(folder / LOG_FILE)) for folder in stages] == [2] * 4
+    assert [len(losses(folder)) for folder in stages] == [2] * 4
     record = read_record(out)
     assert [run["arm"] for run in record["runs"]] == ["none", "gwc_layernorm"]
     assert sum(map(len, record["questions"].values())) == 12

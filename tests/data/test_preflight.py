@@ -153,7 +153,7 @@ def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, 
     (tmp_path / "clean.json").write_text(json.dumps(records))
     options["data_path"] = tmp_path / "clean.json"
     train_module.train(flags(tiny, tmp_path / "clean", 2, **options))
-    logs = [losses(tmp_path / name / "train_log.jsonl") for name in ("skipped", "clean")]
+    logs = [losses(tmp_path / name) for name in ("skipped", "clean")]
     assert logs[0] == logs[1]  # nothing stands in for what was left out
 
 

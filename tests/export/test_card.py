@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
-from training import flags
+from training import flags, logged
 
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.export.__main__ import main
@@ -60,8 +60,8 @@ def test_both_stages_are_told_with_settings_and_norms_and_without_folders(write_
     rows = dict(re.findall(r"\| (.+?) \| `(.*?)` \|", text.partition("Stage 2")[2]))
     assert rows["seed"] == "7" and rows["learning_rate"] == "0.001" and rows["steps"] == "2"
     assert rows["data"] == "finetune.json" and rows["samples per step"] == "4"
-    log = [json.loads(line) for line in (stages / "pretrain/train_log.jsonl").read_text().splitlines()]
-    assert f"first and last measured step: {log[0]['norm/llm_input']:.4g}, " in text.partition("Stage 2")[0]
+    first = logged(stages / "pretrain")[0]["norm/llm_input"]
+    assert f"first and last measured step: {first:.4g}, " in text.partition("Stage 2")[0]
     config = json.loads((stages / "finetune/config.json").read_text())
     assert f"| target norm of a visual token | {config['mm_projector_norm_target']} |" in text
     assert f"| {config['mm_projector_norm_init_gain']}, {norm_gain(stages / 'finetune')} |" in text

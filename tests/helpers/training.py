@@ -1,6 +1,7 @@
 """The trainer's flags for the tiny models, and runs by its own parts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from llava.model.builder import load_pretrained_model
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checks import checked_eval_records, checked_records
+from llava.train.telemetry import LOG_FILE
 
 ALL_PARTS = "mm_vision_tower,mm_mlp_adapter,mm_language_model"
 LM_AND_PROJECTOR = "mm_mlp_adapter,mm_language_model"
@@ -114,7 +116,23 @@ def load(path, base):
     return load_pretrained_model(str(path), base and str(base), "anything", device="cpu")[1]
 
 
-def losses(path: Path) -> list[float]:
-    """The loss of every step in a train_log.jsonl."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+def logged(folder: Path, key: str = "loss") -> list[dict]:
+    """The lines of a run's log that have `key`."""
+    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
+    return [line for line in lines if key in line]
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step of a run."""
+    return [line["loss"] for line in logged(folder)]
+
+
+def stopped(whole: Path, step: int, folder: Path) -> None:
+    """Copies what a run would have left that was killed some steps after the checkpoint of `step`."""
+    shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copy(whole / LOG_FILE, folder)
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Whether the tensors are equal by name, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

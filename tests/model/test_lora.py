@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from paths import GOLDEN
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from training import ALL_PARTS, LM_AND_PROJECTOR, LORA, build, finish, fit, flags, load, logits
+from training import ALL_PARTS, LM_AND_PROJECTOR, LORA, build, finish, fit, flags, load, logits, same, stopped
 from transformers import AutoModelForCausalLM
 
 from llava.model import merge_lora
@@ -161,13 +161,10 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path):
     options = LORA | {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": True}
     options |= {"mm_tunable_parts": ALL_PARTS, "lora_dropout": 0.3, "model": "qwen"}
     whole = fit(flags(tiny, tmp_path / "whole", 2, **options)).state_dict()
-    (tmp_path / "resumed").mkdir()
-    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    stopped(tmp_path / "whole", 4, tmp_path / "resumed")
     train_module.train(flags(tiny, tmp_path / "resumed", 2, **options))
     for file, read in (("adapter_model.safetensors", load_file), (NON_LORA_FILE, torch.load)):
-        first, second = read(tmp_path / "whole" / file), read(tmp_path / "resumed" / file)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert same(read(tmp_path / "whole" / file), read(tmp_path / "resumed" / file))
     q_proj = "model.layers.0.self_attn.q_proj"
     assert whole[f"{q_proj}.lora_A.default.weight"].dtype == torch.float32
     assert whole[f"{q_proj}.base_layer.weight"].dtype == torch.bfloat16

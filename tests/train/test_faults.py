@@ -16,7 +16,7 @@ import torch
 from data_files import write_without_targets
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, write_tiny
-from training import LORA, flags
+from training import LORA, flags, logged, same
 from transformers import TrainerCallback
 
 from llava.compare.planned import DIVERGED
@@ -36,10 +36,6 @@ SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def log_lines(folder: Path) -> list[dict]:
-    return [line for line in map(json.loads, (folder / LOG_FILE).read_text().splitlines()) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +122,8 @@ def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny,
     assert not (tmp_path / "run/checkpoint-4" / COMPLETE).exists() and not folder_faults(tmp_path / "run/checkpoint-2")
     monkeypatch.undo()
     train_module.train(argv)
-    assert [line["step"] for line in log_lines(tmp_path / "run")] == [1, 2, 3, 4]
-    ours, theirs = weights(tmp_path / "run"), weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [line["step"] for line in logged(tmp_path / "run")] == [1, 2, 3, 4]
+    assert same(weights(tmp_path / "run"), weights(whole))
     assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4"]
 
 
@@ -148,8 +143,8 @@ def test_a_kill_after_the_marker_leaves_the_new_checkpoint_and_the_one_before(ti
     monkeypatch.undo()
     assert not any(folder_faults(tmp_path / f"checkpoint-{step}") for step in (2, 4))
     train_module.train(argv)
-    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2, 3, 4]
-    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(tmp_path).items())
+    assert [line["step"] for line in logged(tmp_path)] == [1, 2, 3, 4]
+    assert same(weights(tmp_path), weights(whole))
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
@@ -227,7 +222,7 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     options = SAVING | {"data_path": moved / "finetune.json", "image_folder": moved / "images"}
     options |= {"vision_tower": moved / "siglip", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     train_module.train(flags(tiny, copy, 2, **options))
-    assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4]
+    assert [line["step"] for line in logged(copy)] == [1, 2, 3, 4]
     assert f"{copy / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
     assert "changed within the run: gradient_accumulation_steps: checkpoint 1, now 2" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
@@ -279,7 +274,7 @@ def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplo
         caplog.set_level("INFO")
         train_module.train(again)
         assert snapshot(tmp_path / "run") == before
-        steps = log_lines(tmp_path / "run")[-1]["step"]
+        steps = logged(tmp_path / "run")[-1]["step"]
         (said,) = [r.getMessage() for r in caplog.records if "this run is finished" in r.getMessage()]
         assert f"{tmp_path / 'run'}: this run is finished, after {steps} steps; nothing is written" in said
 
@@ -295,8 +290,7 @@ def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, wh
         shutil.copy(whole / COMPLETE, copy)
     log = (copy / LOG_FILE).read_text()
     train_module.train(flags(tiny, copy, 2, **SAVING))
-    ours, theirs = weights(copy), weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(weights(copy), weights(whole))
     assert (copy / LOG_FILE).read_text() == log
     assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
     assert json.loads((copy / COMPLETE).read_text())["step"] == 4
@@ -372,8 +366,7 @@ def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     caplog.clear()
     train_module.train(argv)
     assert "removing what" not in caplog.text and "missing keys" not in caplog.text
-    ours, theirs = weights(tmp_path), weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(weights(tmp_path), weights(whole))
 
 
 # --- steps that are not finite ----------------------------------------------------------------------------------------
@@ -402,8 +395,8 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     beginning = "skipped step 2: gradient norm nan; loss nan on rank 0: "
     assert message.startswith(f"{beginning}{tiny}/data/finetune.json: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
-    assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
-    assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps after it
+    assert [line.get("nonfinite_steps") for line in logged(tmp_path)] == [None, 1, 1]
+    assert all(math.isfinite(line["loss"]) for line in logged(tmp_path))  # also of the steps after it
 
 
 def test_a_step_without_any_target_has_loss_and_gradient_zero_and_is_named(tiny, tmp_path, caplog):
@@ -411,7 +404,7 @@ def test_a_step_without_any_target_has_loss_and_gradient_zero_and_is_named(tiny,
     data = write_without_targets(tiny, tmp_path / "data.json", {1})
     options = {"data_path": data, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
     train_module.train(flags(tiny, tmp_path / "run", 2, max_steps=3, model_max_length=400, **options))
-    lines = log_lines(tmp_path / "run")
+    lines = logged(tmp_path / "run")
     assert [line["loss"] == line["grad_norm"] == 0 for line in lines] == [False, True, False]
     assert [line.get("steps_without_targets") for line in lines] == [None, 1, 1]
     assert all(math.isfinite(line["loss"]) and "nonfinite_steps" not in line for line in lines)

@@ -10,7 +10,7 @@ import torch
 from data_files import write_varied
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from training import LORA, build, flags, losses
+from training import LORA, build, flags, logged, losses, same, stopped
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
@@ -40,8 +40,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 
 def evaluations(folder) -> list[dict]:
     """The log's lines about held-out data, without what differs between equal runs."""
-    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in lines if "eval/loss" in line]
+    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in logged(folder, "eval/loss")]
 
 
 # --- which samples ----------------------------------------------------------------------------------------------------
@@ -112,9 +111,8 @@ def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout,
     train_module.train(
         flags(tiny, tmp_path / "with", stage, eval_data_path=heldout, eval_on_start=True, **EVALS, **options)
     )
-    assert losses(tmp_path / "with" / LOG_FILE) == losses(tmp_path / "without" / LOG_FILE)
-    ours, theirs = tensors(tmp_path / "with"), tensors(tmp_path / "without")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert same(tensors(tmp_path / "with"), tensors(tmp_path / "without"))
     found = evaluations(tmp_path / "with")
     assert [line["step"] for line in found] == [0, 1, 2, 3]
     assert found[-1]["eval/loss"] < found[0]["eval/loss"]
@@ -125,10 +123,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
     options = {"eval_data_path": heldout, "eval_on_start": True, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, **EVALS}
     train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
-    (tmp_path / "resumed").mkdir()
-    (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
-    lines = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
-    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(lines) + "\n")
+    stopped(tmp_path / "whole", 2, tmp_path / "resumed")
     train_module.train(flags(tiny, tmp_path / "resumed", 2, **options))
     assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "whole")
 
@@ -137,8 +132,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
 def test_a_continued_run_saves_and_evaluates_as_its_own_flags_say(tiny, tmp_path, heldout):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
-    (tmp_path / "resumed").mkdir()
-    (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
+    stopped(tmp_path / "whole", 2, tmp_path / "resumed")
     train_module.train(
         flags(tiny, tmp_path / "resumed", 2, eval_data_path=heldout, **EVALS, **options | {"save_steps": 1})
     )
@@ -193,8 +187,7 @@ def test_a_signal_within_an_epoch_does_not_choose_the_best(tiny, tmp_path, heldo
     assert not evaluations(tmp_path / "run")
     train_module.train(argv)
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
-    ours, theirs = tensors(tmp_path / "run"), tensors(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(tensors(tmp_path / "run"), tensors(tmp_path / "whole"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """16-bit weights with fp32 masters: gradients add up in fp32, no small step is lost, and losses are those of fp32."""
 
-import json
-
 import pytest
 import torch
 from data_files import write_varied
 from torch import nn
-from training import build, flags, run
+from training import build, flags, losses, run
 
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.optim import MasterWeights, load_masters
-from llava.train.telemetry import LOG_FILE
 
 
 def small(dtype=torch.bfloat16):
@@ -98,9 +95,9 @@ def test_trained_weights_but_the_projectors_are_bf16_and_updated_in_fp32(tiny, t
     assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
 
 
-def losses(tiny, folder, data, **options):
+def trained(tiny, folder, data, **options):
     run(tiny, folder, 2, max_steps=200, data_path=data, warmup_steps=10, learning_rate=3e-5, **options)
-    return torch.tensor([json.loads(line)["loss"] for line in (folder / LOG_FILE).read_text().splitlines()[:200]])
+    return torch.tensor(losses(folder))
 
 
 @pytest.mark.numeric
@@ -109,8 +106,8 @@ def test_the_loss_of_200_steps_is_that_of_fp32(tiny, tmp_path):
     """Within 1e-3 of each step's loss; bf16 weights without masters lose the small steps and end well above it."""
     data = write_varied(tiny, tmp_path / "data.json")
     options = {"telemetry_steps": 0}
-    exact = losses(tiny, tmp_path / "fp32", data, **options)
-    ours = losses(tiny, tmp_path / "bf16", data, bf16=True, **options)
+    exact = trained(tiny, tmp_path / "fp32", data, **options)
+    ours = trained(tiny, tmp_path / "bf16", data, bf16=True, **options)
     assert exact[-20:].mean() < exact[:20].mean() - 0.01  # something was learnt
     assert ((ours - exact).abs() / exact).max() < 1e-3
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from data_files import write_varied
 from safetensors.torch import load_file
-from training import flags, run
+from training import flags, logged, losses, run, same, stopped
 
 from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
-from llava.train.telemetry import LOG_FILE
 
 
 def build(tiny, tmp_path, stage, **overrides):
@@ -56,8 +55,7 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     target = mean_text_embedding_norm(embedding)
     assert config["mm_projector_norm_target"] == pytest.approx(target, rel=1e-6)
     assert config["mm_projector_norm_init_gain"] == pytest.approx(target / embedding.shape[1] ** 0.5, rel=1e-6)
-    first = json.loads((stage_1 / LOG_FILE).read_text().splitlines()[0])
-    assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
+    assert logged(stage_1)[0]["norm/llm_input"] == pytest.approx(target, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -149,15 +147,11 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
         options |= {"group_by_modality_length": True, "data_path": write_varied(tiny, tmp_path / "data.json")}
         options |= {"gradient_accumulation_steps": 2, "max_tokens_per_micro_batch": 450}
     whole, _ = run(tiny, tmp_path / "whole", stage, **options)
-    (tmp_path / "resumed").mkdir()
-    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    stopped(tmp_path / "whole", 4, tmp_path / "resumed")
     (tmp_path / "resumed/checkpoint-6").mkdir()  # a crash while saving leaves an incomplete folder
-    log = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
-    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(log[:5]) + "\n")
     resumed, _ = run(tiny, tmp_path / "resumed", stage, **options)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    continued = [json.loads(line) for line in (tmp_path / "resumed" / LOG_FILE).read_text().splitlines()]
-    original = [json.loads(line) for line in log]
+    assert same(whole, resumed)
+    continued, original = (logged(tmp_path / name, "step") for name in ("resumed", "whole"))
     assert [(x["step"], x.get("loss")) for x in continued] == [(x["step"], x.get("loss")) for x in original]
 
 
@@ -180,18 +174,17 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
 
 @pytest.mark.slow
 def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
-    def logged(name: str, **overrides) -> list[float]:
+    def trained(name: str, **overrides) -> list[float]:
         options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
         train_module.train(flags(tiny, tmp_path / name, 2, **options))
-        lines = map(json.loads, (tmp_path / name / LOG_FILE).read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
+        return losses(tmp_path / name)
 
-    alone = logged("alone", max_steps=2)  # each micro-batch as a step of its own
+    alone = trained("alone", max_steps=2)  # each micro-batch as a step of its own
     both = {"max_steps": 1, "gradient_accumulation_steps": 2}
-    over_micro_batches = logged("micro", loss_reduction="micro_batch_mean", **both)
-    packed = logged("packed", loss_reduction="micro_batch_mean", **both | {"padding_free": True})
+    over_micro_batches = trained("micro", loss_reduction="micro_batch_mean", **both)
+    packed = trained("packed", loss_reduction="micro_batch_mean", **both | {"padding_free": True})
     assert packed == pytest.approx(over_micro_batches, abs=1e-6)
-    over_targets = logged("token", **both)
+    over_targets = trained("token", **both)
     assert over_micro_batches == [pytest.approx(sum(alone) / 2, abs=1e-5)]
     assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)
 
