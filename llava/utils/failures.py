@@ -26,7 +26,7 @@ _LOST_PEER = re.compile("connection (closed|reset)|timed out waiting|socket|brok
 
 
 class Watchdog:
-    """Ends this process when a step makes no progress for too long.
+    """Ends this process when a step makes no progress for too long; the time for which it is stopped does not count.
 
     Args:
         output_dir: reports go to `errors/` below it; None writes no reports.
@@ -37,7 +37,7 @@ class Watchdog:
     def __init__(self, output_dir: str | None, rank: int, timeout: float = 0.0):
         self.folder = Path(output_dir, FOLDER) if output_dir else None
         self.rank, self.timeout = rank, timeout
-        self.step, self.phase, self.since = 0, 0, time.monotonic()
+        self.step, self.phase, self.entered = 0, 0, 0
         self.reported = False
         self._stop = threading.Event()
 
@@ -51,7 +51,7 @@ class Watchdog:
 
     def enter(self, phase: str, step: int) -> None:
         """Notes that the rank has reached `phase` after `step` finished steps."""
-        self.step, self.phase, self.since = step, PHASES.index(phase), time.monotonic()
+        self.step, self.phase, self.entered = step, PHASES.index(phase), self.entered + 1
 
     def report(self, message: str, details: str = "", lost_peer: bool = False) -> None:
         """Writes a file whose name sorts by progress, where the folder can be written."""
@@ -74,8 +74,11 @@ class Watchdog:
         self.report(f"error: {message}", details, lost_peer=bool(_LOST_PEER.search(str(error))))
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(1.0, self.timeout / 4)):
-            waited = time.monotonic() - self.since
+        tick, seen, waited = min(1.0, self.timeout / 4), self.entered, 0.0
+        while not self._stop.wait(tick):
+            # Ticks are counted, since a clock runs on while the process is stopped (SIGSTOP, scontrol suspend).
+            entered = self.entered
+            waited, seen = waited + tick if entered == seen else 0.0, entered
             if waited > self.timeout:
                 self._end(waited)
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_files import write_without_targets
+from paths import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, write_tiny
 from training import LORA, flags, logged, same
@@ -472,6 +474,19 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
     assert ends and ends[0] == failures.HANG_EXIT_CODE
     assert "test_rank_without_progress" in capfd.readouterr().err
     assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
+
+
+def test_time_in_which_the_process_was_stopped_is_no_hang():
+    code = "from llava.utils.failures import Watchdog; Watchdog(None, 0, timeout=1.0).start(); print('ready'); input()"
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    process = subprocess.Popen([sys.executable, "-uc", code], **options)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    process.communicate("\n")
+    assert process.returncode == 0
 
 
 # --- what the user can fix --------------------------------------------------------------------------------------------
