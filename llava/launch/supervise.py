@@ -21,6 +21,7 @@ from llava.utils.provenance import COMPLETE
 
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE_DIR = "LLAVA_REQUEUE_DIR"  # set by scripts/slurm/job.sh, which looks there for `saved` or `unsaved`
+SAME_SIGNAL = 0.5  # seconds within which a signal to all processes of a job has reached this one too
 LONGEST_BUILD = 300.0  # seconds; building an op of DeepSpeed's takes one or two minutes
 
 
@@ -60,6 +61,8 @@ class Supervisor:
             # The launcher inherits this process's open files: a comparison's lock lives as long as the training.
             self.launcher = subprocess.Popen(command, env=dict(environment), preexec_fn=_own_group, close_fds=False)
             code = wait(self.launcher)
+            if code not in (0, REQUEUE_EXIT_CODE) and not (self.early or self.ended):
+                time.sleep(SAME_SIGNAL)  # a queue's SIGTERM may have ended the launcher first
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -98,7 +101,8 @@ class Supervisor:
         else:  # nothing is trained yet, or the run has ended and only its launcher is still closing
             self.early = True
             _say(f"{name}: no rank here trains: stopped before training, or after it; rerun the command{again}")
-            send_group(self.launcher.pid, signal.SIGTERM)
+            if self.launcher.returncode is None:
+                send_group(self.launcher.pid, signal.SIGTERM)
 
     def _show_first_error(self, code: int) -> None:
         reports = sorted_reports(self.output_dir)

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 
 import pytest
 
@@ -203,6 +204,16 @@ def test_a_signal_after_the_run_has_ended_asks_for_no_other_start(tmp_path, monk
     # Sent by the command itself, the signal could come before there is a launcher.
     monkeypatch.setattr(supervise, "wait", lambda launcher: signal.raise_signal(signal.SIGTERM) or launcher.wait())
     assert supervisor.run(["sleep", "10"], dict(os.environ)) == code
+
+
+def test_a_signal_to_the_whole_job_that_ends_the_launcher_first_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "SAME_SIGNAL", 1.0)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    heard = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGTERM))
+    heard.start()
+    assert Supervisor(tmp_path, alone=False).run(["sh", "-c", "kill -TERM $$"], dict(os.environ)) == 85
+    heard.join()
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_ctrl_c_while_the_launcher_starts_leaves_no_launcher_or_handler(tmp_path, monkeypatch):
