@@ -123,7 +123,8 @@ def record_problem(record: object) -> Problem | None:
         return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
     for image in images:
         if isinstance(image, str) and (not image.strip() or image.startswith(_NO_PATH)):
-            return Problem("schema", f"{keys[0]!r}: {image!r:.80} is not a path; save the picture below --image_folder")
+            advice = "save the picture below --image_folder, or leave the field out"
+            return Problem("schema", f"{keys[0]!r}: {image!r:.80} is not a path; {advice}")
     return placeholder_problem(record, images)
 
 

@@ -214,6 +214,8 @@ def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(source, formats=_KNOWN_FORMATS) as picture:
             check_header(picture)
+            if picture.format == "TIFF":
+                picture.filename = ""  # Pillow 13 maps an uncompressed one that it turns, with its sides swapped
             yield picture
 
 
@@ -224,4 +226,5 @@ def decoded(picture: Image.Image, orientation: str = "stored") -> Image.Image:
         Exception: see `picture_header`.
     """
     picture.load()
-    return upright(to_rgb(picture) if has_wide_levels(picture) else picture, orientation)
+    turned = upright(picture, orientation)
+    return to_rgb(turned) if has_wide_levels(turned) else turned

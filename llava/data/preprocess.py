@@ -12,7 +12,7 @@ Shapes: S sequence (an image placeholder counts as one).
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -177,10 +177,8 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: PreTrainedTokenize
     if across.any():
         # A token spans the border, for example where "\n" ends a header and begins an answer. Generation starts
         # at the border, so the tokens have to end there too.
-        border = int(borders[borders.searchsorted(starts[across.argmax()], "right")])
-        head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
-        tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)
-        return _joined([head, tail])
+        cuts = [0, *np.unique(borders[borders.searchsorted(starts[across], "right")]).tolist(), len(chunk)]
+        return _joined([_tokenize_chunk(chunk[i:j], marks[i:j], tokenizer, origin + i) for i, j in pairwise(cuts)])
     # An empty span is the space that SentencePiece puts before a text: it belongs to the character that follows.
     ends = np.minimum(np.maximum(ends, starts + 1), len(marks))
     marked_before = np.concatenate(([0], marks.cumsum()))

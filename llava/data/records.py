@@ -222,6 +222,9 @@ def read_json(path: Path) -> Iterator[Element]:
                 yield checked_element(_parsed(text))
             except json.JSONDecodeError as error:
                 where = f"line {number}, column {error.colno}"
+                if number == 1 and path.suffix == ".json":
+                    what = f"not valid JSON: {error.msg}; expected a list of records, or one record per line"
+                    raise DataError(f"{path}, {where}", what) from None
                 yield Element(text, Problem("json", f"{where}: not valid JSON: {error.msg}"))
 
 

@@ -107,7 +107,7 @@ class QuestionRecords(Sequence[Question]):
                     kind_of(name, question.expected, question.kind)
                     if (first := places.setdefault(name, index)) != index:
                         raise ValueError(f"{name} is also that of {self.records.named(first)}; expected each id once")
-                refuse(index, question, [self.images.size(place) for place in question.asked.pictures])
+                refuse(index, question, [self.images.open(place).size for place in question.asked.pictures])
             except ValueError as error:
                 faults.append(f"{self.records.named(index)}: {error}")
         if faults:

@@ -39,6 +39,7 @@ def dataset(tiny, tokenizer, tmp_path):
     [
         ("a.json", "[]", "holds no records"),
         ("a.json", '[\n {"id": 1},\n]', "line 3, column 1: not valid JSON: Expecting value"),
+        ("a.json", '{\n "data": [\n {"id": 1}]}', "line 1, column 2: .*expected a list of records"),
         ("a.csv", "question,answer", "expected a file that ends in .*docs/data.md, Other forms"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: Expecting property name"),
     ],

@@ -25,6 +25,7 @@ from llava.data.preflight import Rules, preflight
 from llava.data.records import load_records
 from llava.data.zip_files import ZipMembers
 from llava.model.multimodal_projector.adapter import read_tensors
+from llava.utils.pixels import to_rgb
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
@@ -166,6 +167,20 @@ def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
         assert store.size(name) == store.open(name).size
         assert kind_of(turning, name) is None
         assert kind_of(store, name) == ("turned" if number > 1 and kind != "TIFF" else None)  # Pillow turns TIFF itself
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("TIFF", "L"), ("TIFF", "CMYK"), ("TIFF", "I;16"), ("PNG", "I;16")])
+def test_grey_and_cmyk_pictures_are_turned_as_colours_are(tmp_path, kind, mode):
+    exif = Image.Exif()
+    exif[274] = 6
+    levels = np.arange(12, dtype=np.uint16).reshape(3, 4) * 257 * 20
+    grey = Image.fromarray((levels >> 8).astype(np.uint8))
+    stored = Image.fromarray(levels) if mode == "I;16" else grey.convert(mode)
+    stored.save(tmp_path / f"a.{kind.lower()}", exif=exif)
+    store = ImageStore(tmp_path, orientation="exif")
+    opened, expected = store.open(f"a.{kind.lower()}"), to_rgb(stored).transpose(Image.Transpose.ROTATE_270)
+    assert np.array_equal(np.asarray(to_rgb(opened)), np.asarray(expected))
+    assert store.size(f"a.{kind.lower()}") == opened.size == (3, 4)
 
 
 # --- broken containers ------------------------------------------------------------------------------------------------

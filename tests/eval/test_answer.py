@@ -247,7 +247,7 @@ BAD = (
 
 
 def test_unanswerable_questions_are_named_before_the_first_answer(ask, asked, images):
-    (images / "cut.png").write_bytes(b"no picture")
+    (images / "cut.png").write_bytes(encoded(noise(size=(30, 30)))[:1500])  # its header is whole
     result = ask([LINES[0] | {"expected": "Yes"}, *(record for record, _ in BAD), LINES[1]])
     assert result.status == 2 and f"{len(BAD)} of {len(BAD) + 2} questions cannot be used" in result.error
     for number, (_, message) in enumerate(BAD, 1):
