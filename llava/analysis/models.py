@@ -30,6 +30,7 @@ from llava.analysis.remote_code import load_remote
 from llava.analysis.samples import PicturePrompt
 from llava.asking import Assistant, is_captioner, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.conversation import conv_templates
 from llava.families import FAMILIES, Family, family_of, find_parts, output_rows, refuse
 from llava.mm_utils import process_images, tokenizer_image_token
 from llava.model.language_model.families import LLAVA_CLASSES
@@ -49,7 +50,8 @@ MOONVIT = "moonvit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say how models are loaded, and where their parts are if the rules do not find them."""
     parser.add_argument("--model-base", help="language model of the stage-1 or LoRA folders among the models")
-    parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template of our checkpoints")
+    template = {"choices": list(conv_templates), "metavar": "TEMPLATE"}
+    parser.add_argument("--conv-mode", help="conversation template of our checkpoints", **template)
     add_device_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="precision (default: the checkpoint's; float32 on a CPU)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model repository's own code")

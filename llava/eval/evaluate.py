@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llava.conversation import conv_templates
 from llava.eval.harness import LOG, EvaluationError, collect, local_data, run_harness, token_fault
 from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, TaskResult, read_results, write_results
 from llava.eval.tasks import TASKS, Task, choose
@@ -42,10 +43,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--tasks", help=names)
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
-    top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")
+    own = {"choices": list(conv_templates), "metavar": "TEMPLATE"}
+    named = "template for a checkpoint that does not name its own (LLaVA-1.5: v1)"
+    top.add_argument("--conv-template", help=named, **own)
     first = "evaluate only the first N samples of every task; not for real scores"
     top.add_argument("--limit", type=whole(1), metavar="N", help=first)
-    top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device")
+    top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device (scienceqa: 1)")
     top.add_argument("--num-gpus", type=whole(0), help="GPUs to spread the samples over; 0: CPU (default: all GPUs)")
     together = "run all tasks of a harness in one process: starts once, cannot resume"
     top.add_argument("--together", action="store_true", help=together)
@@ -126,7 +129,7 @@ def run_missing(tasks: list[Task], data: dict[str, Any], args: argparse.Namespac
 def summary(result: TaskResult) -> str:
     """A task's score with what one needs to read it."""
     chance = "" if result.chance is None else f"chance {result.chance:.2f} %, "
-    empty = sum(not sample.answer for sample in result.samples)  # counted as wrong
+    empty = sum(not sample.answer.strip(" |") for sample in result.samples)  # counted as wrong; `|` joins answers
     return f"{result.score:.2f} % ({chance}{result.metric}, {len(result.samples)} samples, {empty} without an answer)"
 
 

@@ -118,7 +118,8 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
         model = f"pretrained={pretrained},dtype={dtype},max_length={settings['context']}"  # it knows no rope scaling
         command += ["--model", "hf", "--model_args", model]
         command += ["--num_fewshot", str(tasks[0].few_shot)] if tasks[0].few_shot else []
-    command += ["--tasks", ",".join(names), "--batch_size", str(args.batch_size)]
+    batch_size = args.batch_size if all(task.batched for task in tasks) else 1
+    command += ["--tasks", ",".join(names), "--batch_size", str(batch_size)]
     command += ["--device", "cuda" if args.num_gpus else "cpu", "--output_path", str(folder), "--log_samples"]
     return command + (["--limit", str(args.limit)] if args.limit else [])
 

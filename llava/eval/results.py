@@ -85,4 +85,5 @@ def read_results(path: str | Path) -> Results:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; make it with: bash scripts/evaluate.sh CKPT") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a result file of format {FORMAT} ({error}); evaluate again") from error
+        what = f"not a result file of format {FORMAT} ({error}); remove it and evaluate again"
+        raise ValueError(f"{path}: {what}") from error

@@ -137,6 +137,7 @@ class Task:
     unit: Callable[[Sequence[Answered]], float] = lambda samples: 1  # the harness's number for 100 %
     chance: float | None = None  # percent that guessing reaches, where that is known
     few_shot: int = 0  # solved examples before each question
+    batched: bool = True  # False: LLaVA's adapter puts a line break before a question that has no picture in its batch
     own: bool = False  # one of `playground/tasks`, whose verdicts say a question's id, kind and chance
 
     @property
@@ -168,7 +169,7 @@ _TASKS = (
     Task("pope", "lmms-lab-encoder/POPE", "pope_accuracy,none", "POPE", chance=50),
     Task("seedbench_2_plus", "doolayer/SEED-Bench-2-Plus", "seedbench_2_plus_all,none", "SEED-Bench-2-Plus", **_SEED),
     Task("ocrbench", "echo840/OCRBench", "ocrbench_accuracy,none", "OCRBench", **_OCRBENCH),
-    Task("scienceqa", "lmms-lab-encoder/ScienceQA", column="ScienceQA"),
+    Task("scienceqa", "lmms-lab-encoder/ScienceQA", column="ScienceQA", batched=False),
     Task("ai2d", "lmms-lab-encoder/ai2d", "exact_match,flexible-extract", "AI2D", chance=25),
     Task("hellaswag", "Rowan/hellaswag", "acc_norm,none", "HellaSwag", **_LIKELIHOOD),
     Task("mmlu", "cais/mmlu", "acc,none", "MMLU", few_shot=5, **_LIKELIHOOD),

@@ -197,6 +197,8 @@ def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_pa
     text = " ".join(harness_module.harness_command([POPE, TASKS["scenes"]], tmp_path, on_eight, settings))
     assert "-m accelerate.commands.launch --num_processes 8 " in text and " -m llava.eval.harness lmms_eval " in text
     assert "playground/tasks --tasks pope,scenes --batch_size 4 --device cuda " in text and text.endswith("--limit 3")
+    text = " ".join(harness_module.harness_command([POPE, TASKS["scienceqa"]], tmp_path, on_eight, settings))
+    assert "--batch_size 1 " in text  # its questions without a picture would be asked differently beside others
     on_cpu = parser().parse_args(["org/model", "--num-gpus", "0"])
     text = " ".join(harness_module.harness_command([TASKS["mmlu"]], tmp_path, on_cpu, settings))
     assert "accelerate" not in text and "dtype=float32,max_length=8192" in text and "--num_fewshot 5 " in text
