@@ -19,6 +19,7 @@ _UNSPACED = re.compile("([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 """Thai, Lao, Burmese, Khmer, kana and Han have no spaces between words: each of their characters is a word here."""
 _DROPPED = re.compile(rf"(?<!\d)[{_MARKS}]|[{_MARKS}](?!\d)|(?<=[^\W\d_])-|-(?!\s*[$€£¥]?\d)")
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
+_SPACED_PERCENT = re.compile(r"(?<=\d)\s+%")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 
 
@@ -28,7 +29,7 @@ def normalized(text: str) -> str:
     What decides a value stays: a mark between two digits (`1.5`, `10:30`), a minus before a number, and signs such as
     `/`, `%`, `$` and `+`. Thousands have no commas, and `.5` is `0.5`.
     """
-    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), _plain(text).lower())
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), _SPACED_PERCENT.sub("%", _plain(text)).lower())
     return " ".join(_DROPPED.sub("", _BARE_POINT.sub("0.", text)).split())
 
 
@@ -61,18 +62,23 @@ def yes_or_no(text: str) -> str | None:
 def letter(text: str) -> str | None:
     """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets.
 
+    Where further lines begin so with other letters, as in a list of all options, there is none.
     In a text of another script it is the only Latin letter, as in `答案是B`.
     """
     text = _plain(text)
     if first := _FIRST_LETTER.match(text.strip()):
-        return first[1].upper()
+        others = filter(None, map(_FIRST_LETTER.match, text.split("\n")))  # options that are repeated, or explained
+        return _only({match[1].upper() for match in (first, *others)})
     if not text.isascii() and not _LATIN_WORD.search(text):
         return _only(set(_LATIN_LETTER.findall(text)))
     return _only(set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text)))
 
 
 def number(text: str) -> Decimal | None:
-    """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number."""
+    """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number.
+
+    So `1.2 million` is none.
+    """
     return _only({_value(match) for match in _NUMBER.finditer(_COUNTED.sub(r"\1 ", _words(_plain(text))))})
 
 
@@ -81,13 +87,14 @@ def _only(found: set) -> Any:
 
 
 def _value(match: re.Match[str]) -> Decimal | None:
-    sign, digits, percent = match[1], match[2].rstrip(".,:"), match[3]
-    if not _DECIMAL.fullmatch(digits):
+    sign, digits, percent, thousands = match[1], match[2].rstrip(".,:"), match[3], match[4]
+    if thousands or not _DECIMAL.fullmatch(digits):
         return None
     return Decimal(sign + digits.replace(",", "")) / (100 if percent else 1)
 
 
-_NUMBER = re.compile(r"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*)(\s*%)?")
+_UNIT = r"(?i:(\s*%|\s*per ?cent\b)|(\s*[a-z]+illion|\s*thousand)\b)"
+_NUMBER = re.compile(rf"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*){_UNIT}?")
 _DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d{1,3})?")
 _FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")
 _NAMED_LETTER = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*[^\w\s]*([A-Z])(?=[).:,*]|\W*$)")

@@ -15,6 +15,7 @@ U.S. | us
 "red" | **Red**
 1,000 | 1000
 .5 | 0.5
+10 % | 10%
 -5 | −5
 (b) | B
 """
@@ -52,6 +53,8 @@ READ = [
     (number, "1,234.5", Decimal("1234.5")),
     (number, "\N{MINUS SIGN}5 degrees", -5),
     (number, "12.3 %", Decimal("0.123")),
+    (number, "10 percent", Decimal("0.1")),
+    (number, "1.2 million", None),
     (number, "3 cats and 3 dogs", 3),
     (number, "3 or 4", None),
     (number, "1,5", None),
@@ -62,6 +65,8 @@ READ = [
     (letter, "The answer is (C).", "C"),
     (letter, "The answer is A cat", None),
     (letter, "(A) or (B)", "A"),
+    (letter, "B. dog\nIt has a tail.", "B"),
+    (letter, "A. cat\nB. dog\nC. bird", None),
     (letter, "either (A) or (B)", None),
     (yes_or_no, "No, it is not.", "no"),
     (yes_or_no, "I'd say yes.", "yes"),
