@@ -126,6 +126,8 @@ def torchrun_words(environment: Mapping[str, str], devices: Devices, restarts: i
     if devices.nodes == 1:
         return [*words, "--standalone", "--nproc_per_node", str(devices.ranks), *again]
     node, port = node_rank(environment), environment.get("MASTER_PORT") or str(MEETING_PORT)
+    if node and int(node) >= devices.nodes:
+        raise Refusal(f"NODE_RANK={node}: expected 0 to {devices.nodes - 1} with NNODES={devices.nodes}")
     address = environment.get("MASTER_ADDR") or "MASTER_ADDR"
     words += ["--nnodes", str(devices.nodes), "--nproc_per_node", str(devices.ranks)]
     if not restarts:

@@ -57,12 +57,14 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
 
 def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]:
     """Nodes and GPUs per node from lines like `host slots=8`; a count that is not empty stays as it is."""
-    if nodes and gpus:
-        return nodes, gpus  # a missing file is listed with the inputs
     text = Path(name).read_text() if Path(name).is_file() else ""
     slots = re.findall(r"^[^#\n]*\sslots=(\d+)", text, re.MULTILINE)
+    if nodes and gpus and not text:
+        return nodes, gpus  # a missing file is listed with the inputs
     if not slots:
         raise Refusal(f"HOSTFILE={name} is not a file with lines 'host slots=8'")
+    if nodes and whole_number("NNODES", nodes, 1) > len(slots):  # DeepSpeed would train on fewer nodes
+        raise Refusal(f"NNODES={nodes}, but HOSTFILE={name} has {count_of(len(slots), 'host')}")
     if not gpus and len(set(slots)) > 1:
         raise Refusal(f"HOSTFILE={name} has hosts with different slots; set NUM_GPUS to what each node should use")
     return nodes or str(len(slots)), gpus or slots[0]

@@ -97,6 +97,9 @@ def test_hostfile_gives_nodes_and_gpus(tmp_path):
     assert resolve_devices({"HOSTFILE": str(hostfile), "NUM_GPUS": "4", "NNODES": "1"}) == Devices(1, 4, True)
     words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).partition(" -m deepspeed.launcher.runner ")[2]
     assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --log_level warning --master_port 7"
+    for gpus in ({}, {"NUM_GPUS": "8"}):
+        with pytest.raises(Refusal, match="NNODES=4, but HOSTFILE=.* has 2 hosts"):
+            resolve_devices({"HOSTFILE": str(hostfile), "NNODES": "4"} | gpus)
     hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
     with pytest.raises(Refusal, match="NUM_GPUS"):
         resolve_devices({"HOSTFILE": str(hostfile)})
@@ -165,6 +168,7 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
         ({"LAUNCHER": "python"}, "one process without DeepSpeed, not NNODES=1 x NUM_GPUS=8"),
         ({"LAUNCHER": "python", "NUM_GPUS": 1}, "one process without DeepSpeed, not .* with 'zero3.json'"),
         ({"LAUNCHER": "deepspeed", "NNODES": 2}, "needs HOSTFILE"),
+        ({"NNODES": 2, "NODE_RANK": 2}, "NODE_RANK=2: expected 0 to 1 with NNODES=2"),
     ],
 )
 def test_launcher_that_does_not_fit_is_refused(variables, message):
