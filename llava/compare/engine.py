@@ -241,5 +241,5 @@ def at_work(folder: Path) -> Iterator[int]:
             stack.enter_context(locked(folder / ".lock", busy, patience=60, on_acquired=descriptors.append))
         except OSError as error:
             problem = f"{folder} cannot be written: {error.strerror}"
-            raise ValueError(f"{problem}; set OUTPUT_ROOT or --output-dir to another folder") from None
+            raise ValueError(f"{problem}; name another folder by --output-dir") from None
         yield descriptors[0] if descriptors else -1

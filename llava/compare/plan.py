@@ -91,15 +91,19 @@ def _check(plan: Plan) -> None:
     if not set(plan.primary) <= set(plan.arms[1:]):
         raise ValueError(f"{where}: primary {plan.primary}: expected arms of {plan.arms[1:]}")
     fewest = 1 if plan.points else FEWEST_SEEDS
-    if len(set(plan.seeds)) < max(fewest, len(plan.seeds)):
-        raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {fewest}, none twice")
+    numbers = isinstance(plan.seeds, list) and all(type(seed) is int for seed in plan.seeds)
+    if not numbers or len(set(plan.seeds)) < max(fewest, len(plan.seeds)):
+        raise ValueError(f"{where}: seeds {plan.seeds}: expected at least {fewest} numbers, none twice")
+    if plan.points and plan.settings:
+        raise ValueError(f"{where}: points beside settings; a tuning tries every arm at its points alone")
     for settings in [*plan.settings.values(), *plan.points]:
         if "PROJECTOR_LR" in settings.get(STAGES[0], {}):
             raise ValueError(f"{where}: {settings}: {STAGES[0]} trains the projector alone, at its LEARNING_RATE")
-        names = {name for stage in settings.values() for name in stage}
-        if not settings.keys() <= set(STAGES) or not names <= {*RATES} or not plan.settings.keys() <= {*plan.arms}:
+        values = {name: value for stage in settings.values() for name, value in stage.items()}
+        known = settings.keys() <= set(STAGES) and values.keys() <= {*RATES} and plan.settings.keys() <= {*plan.arms}
+        if not known or not all(isinstance(value, int | float) for value in values.values()):
             raise ValueError(
-                f"{where}: {settings}: expected, by stage, values of {', '.join(RATES)} for the plan's arms"
+                f"{where}: {settings}: expected, by stage, numbers for {', '.join(RATES)} of the plan's arms"
             )
     if not plan.tasks or not {*plan.tasks} <= {*ANSWERS} or len({*plan.tasks}) < len(plan.tasks):
         raise ValueError(f"{where}: tasks {plan.tasks}: expected some of {', '.join(ANSWERS)}, none twice")
@@ -149,10 +153,10 @@ def check_digest(plan: Plan, before: str, where: Path) -> None:
 
 
 def hold(plan: Plan, folder: Path, kind: str = "", recorded: str = "") -> None:
-    """Ties the output folder to the plan, and to the kind of device once one is named: runs on another would differ.
+    """Refuses a folder of another plan; once a kind of device is named, ties the folder to the plan and to that kind.
 
     Args:
-        kind: of the device that runs are about to train on.
+        kind: of the device that runs are about to train on; runs on another would differ.
         recorded: that of the recorded runs, which may have come from another folder.
 
     Raises:
@@ -168,4 +172,5 @@ def hold(plan: Plan, folder: Path, kind: str = "", recorded: str = "") -> None:
             f"{mark}: runs were begun on {before}, this is {kind}; another kind of device rounds differently: continue "
             f"on {before}, or name another --output-dir"
         )
-    mark.write_text("\n".join([plan.digest, *filter(None, [before or kind])]) + "\n")
+    if kind:
+        mark.write_text(f"{plan.digest}\n{kind}\n")

@@ -32,13 +32,13 @@ from llava.compare.record import (
     write_record,
 )
 from llava.compare.report import write_page
-from llava.compare.runs import Run, changed
+from llava.compare.runs import Run, changed, check_software
 from llava.compare.steps import Step, StepError, runs_at_once
 from llava.eval.results import Results, read_results
 from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.utils.files import write_text
-from llava.utils.machine import available_cores, machine
+from llava.utils.machine import available_cores
 from llava.utils.paths import ROOT
 from llava.utils.presentation import format_table
 
@@ -118,7 +118,11 @@ class Planned(Experiment):
             print(f"written: {path}")
 
     def prepare(self) -> None:
-        """The playground's inputs of the plan, for runs on the kind of device that it began on."""
+        """The playground's inputs of the plan, for runs by the code and on the kind of device that it began on."""
+        for stage in STAGES:
+            own = {name: value for name, value in self.record["configuration"].items() if name.startswith(stage)}
+            recorded = {name.removeprefix(f"{stage}."): value for name, value in own.items()}
+            check_software(recorded, "recorded", "name another --output-dir")
         kind = card().name if resolve_devices(os.environ).on_gpu else "cpu"
         hold(self.plan, self.folder, kind, self.record["configuration"].get(f"{STAGES[0]}.devices.kind", ""))
         numbers = [f"--{name.replace('_', '-')}={value}" for name, value in self.plan.pictures.items()]
@@ -210,7 +214,7 @@ class Tuning(Planned):
         }
         result["hours"] = seconds / 3600
         result |= {"commit": start["configuration"]["code"]["commit"], "started": start["provenance"]["started"]}
-        self.add(run, result | {"machine": machine()})
+        self.add(run, result | {"machine": start["provenance"]["machine"]})
         for weights in run.folder(STAGES[-1]).glob("*model*.safetensors"):
             weights.unlink()
 

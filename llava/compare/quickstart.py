@@ -17,7 +17,7 @@ from pathlib import Path
 from llava.compare.answers import RECORDS, held_out
 from llava.compare.engine import DEMO, Experiment
 from llava.compare.record import FILE, Record, add_runs, new_record, write_record
-from llava.compare.report import write_page
+from llava.compare.report import PAGE, write_page
 from llava.compare.runs import Run
 from llava.compare.steps import Step, runs_at_once
 from llava.eval.results import read_results
@@ -31,7 +31,6 @@ from playground.store import shown_python
 
 ANSWERS = "answers"  # folder of what each arm answered
 ALL = "all questions"
-PAGE = "index.html"
 MEASURED = 24  # pictures on which update rates are measured
 
 
@@ -85,7 +84,7 @@ class Quickstart(Experiment):
         add_runs(record, self.runs, lambda run: read_results(self.folder / ANSWERS / run.arm))
         record["examples"] = self.examples(record)
         write_record(record, self.folder / FILE)
-        write_page(record, self.folder, page=PAGE)
+        write_page(record, self.folder)
         print(f"\n{table_of(record)}")
 
     def examples(self, record: Record) -> list[dict[str, str]]:

@@ -114,7 +114,7 @@ class Recipe:
     def _environment(self, stage: str, variables: dict[str, Value]) -> dict[str, str]:
         """The variables of a stage's script: the caller's environment, the recipe's, then those for this stage."""
         own = {"PRETRAIN_ADAPTER": self.adapter} if self.adapter and stage == STAGES[1] else {}
-        return own | INTERPRETER | os.environ | self.variables | environment_of(variables)
+        return INTERPRETER | os.environ | own | self.variables | environment_of(variables)
 
     def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
         """Runs a stage; returns its output folder as its flag names it."""

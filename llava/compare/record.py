@@ -40,7 +40,6 @@ from llava.eval.results import LLAVA_COMMIT, Results
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.files import write_text
-from llava.utils.machine import machine
 
 FORMAT = 1
 FILE = "record.json"
@@ -196,7 +195,7 @@ def entry_of(run: Run, results: Results, plan: str, record: Record) -> Record:
     entry |= {
         "commit": start["configuration"]["code"]["commit"],
         "started": start["provenance"]["started"],
-        "machine": machine(),
+        "machine": start["provenance"]["machine"],
         "precision": "bf16" if run.configuration(STAGES[0]).get(BF16) else "fp32",
         "hours": in_digits((sum(stage["seconds"] for stage in stages.values()) + answering) / 3600, 4),
         "tower": str(digests.get(TOWER))[:12],

@@ -76,12 +76,11 @@ def write_lengths(records: Sequence[Record], folder: Path, plans: Sequence[Plan 
     return [path]
 
 
-def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str = PAGE) -> list[Path]:
+def write_page(record: Record, folder: Path, plan: Plan | None = None) -> list[Path]:
     """Writes the page and its Markdown into `folder`; returns their paths.
 
     Args:
         plan: of the study that the record is of.
-        page: name of the HTML file.
 
     Raises:
         ValueError: see `Statistics`.
@@ -98,7 +97,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "commit": git_commit(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / page, folder / Path(page).with_suffix(".md")]
+    written = [folder / PAGE, folder / "report.md"]
     drawn = {
         "colours": {arm: look["color"] for arm, look in looks(stats.arms).items()},
         "curves": figures.training_curves(record),
@@ -107,7 +106,7 @@ def write_page(record: Record, folder: Path, plan: Plan | None = None, page: str
         "talk": record.get("talk", ""),
     }
     if stats.results:
-        written.append(folder / f"{Path(page).stem}-differences.svg")
+        written.append(folder / "report-differences.svg")
         written[-1].write_bytes(picture := figures.svg(figures.differences, stats))
         drawn["differences"] = figures.data_uri(picture, "svg+xml")
     written[0].write_text(render("page.html.jinja", **context, **drawn), encoding="utf-8")

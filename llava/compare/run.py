@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llava.analysis.commands import COMMANDS
 from llava.compare.arms import parse_arms, parse_seeds
 from llava.compare.engine import EXTRAS, Experiment
 from llava.compare.planned import planned_of
@@ -83,9 +84,8 @@ class Comparison(Experiment):
         self.check_settings()
         self.part("inputs", {"inputs": self.inputs(*([name] for name in self.prepared()))})
         self.part("stage 1, stage 2, evaluation", {run.name: self.lane(run) for run in self.runs})
-        commands = os.environ.get("ANALYSIS", _ANALYSIS).split()
         data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
-        self.part("measurements, first seed", self.measurements(commands, data, samples))
+        self.part("measurements, first seed", self.measurements(wanted_measurements(), data, samples))
         self.report(self.folder)
         print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md")
 
@@ -126,8 +126,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command `run`."""
+    for name, flag in (("ARMS", "--arms"), ("OUTPUT_ROOT", "--output-dir")):
+        if os.environ.get(name):
+            raise ValueError(f"{name}={os.environ[name]}: only the quickstart reads it; leave it out, and give {flag}")
     experiment = planned_of(args) if args.plan else comparison_of(args)
     experiment.run()
+
+
+def wanted_measurements() -> list[str]:
+    """The measurements that the caller's variable names, or else those of a comparison."""
+    return os.environ.get("ANALYSIS", _ANALYSIS).split()
 
 
 def comparison_of(args: argparse.Namespace) -> Comparison:
@@ -141,6 +149,10 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     folder = args.output_dir or Path("outputs") / f"compare-{preset}"
     comparison = Comparison(preset, arms, seeds, folder, tasks=args.tasks or "")
     comparison.set_defaults()
+    if comparison.tasks:
+        comparison.tasks = ",".join(task.name for task in choose(comparison.tasks))
+    if unknown := set(wanted_measurements()) - COMMANDS.keys():
+        raise ValueError(f"ANALYSIS: expected some of {', '.join(COMMANDS)}; found {', '.join(sorted(unknown))}")
     if args.question_images and not args.questions:
         raise ValueError("--question-images needs --questions")
     if args.questions:

@@ -193,16 +193,16 @@ def check_flags(run: Run, stage: str, flags: Mapping[str, str]) -> None:
 def check_present(runs: Sequence[Run]) -> None:
     """Raises ValueError if code or packages have changed since the finished stages were trained."""
     for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
-        configuration = run.configuration(stage)
-        recorded = {name: configuration[name] for name in configuration if name.startswith(("code.", "versions."))}
-        packages = [name.removeprefix("versions.") for name in recorded if name.startswith("versions.")]
-        present = dict(flattened(software(packages)))
-        now = {name: present[name] for name in recorded}
-        if fields := changed(recorded, now, (run.name, "now")):
-            raise ValueError(
-                f"new runs would not be comparable{fields}\n"
-                f"Restore that state, or remove {run.root} and retrain every run."
-            )
+        check_software(run.configuration(stage), run.name, f"remove {run.root} and retrain every run")
+
+
+def check_software(configuration: Mapping[str, Any], owner: str, otherwise: str) -> None:
+    """Raises ValueError if code or packages are not those in a stage's configuration, which is `owner`'s."""
+    recorded = {name: configuration[name] for name in configuration if name.startswith(("code.", "versions."))}
+    packages = [name.removeprefix("versions.") for name in recorded if name.startswith("versions.")]
+    present = dict(flattened(software(packages)))
+    if fields := changed(recorded, {name: present[name] for name in recorded}, (owner, "now")):
+        raise ValueError(f"new runs would not be comparable{fields}\nRestore that state, or {otherwise}.")
 
 
 def check_arm(run: Run, stage: str) -> None:

@@ -39,6 +39,7 @@ from llava.train.optim import part_of
 from llava.utils import plugins
 from llava.utils.digests import bytes_digest, model_digest, sampled_digest
 from llava.utils.files import write_json, write_text
+from llava.utils.machine import machine
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 from llava.utils.versions import software
 
@@ -175,6 +176,7 @@ def write_run_record(
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": shlex.join([sys.executable, *sys.argv]),
             "folder": os.getcwd(),
+            "machine": machine(),
         }
         starts.append({"configuration": configuration, "provenance": provenance})
         text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)

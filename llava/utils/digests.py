@@ -19,6 +19,8 @@ _THREADS = 4  # hashing releases the interpreter
 _SAMPLED = 1 << 16  # bytes of a block of `sampled_digest`
 # The files of a model's folder from which training takes weights, code and settings; its tokenizer is not among them.
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.py", "config.json", "preprocessor_config.json", "processor_config.json")
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "*tokens*.json", "*.jinja")
+_LOADED_FILES = (*_MODEL_FILES, *_TOKENIZER_FILES, "*config.json", "chat_template.json", "*.index.json")
 _LEFT_OUT = re.compile(r"\..*|__pycache__|checkpoint-\d+")  # folders
 _SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
@@ -90,11 +92,12 @@ def settled_stamp(source: Path) -> list[int]:
 def revision(path: str) -> str | None:
     """The commit of a hub model in the local cache, or the fingerprint of a file, folder or edited snapshot, else None.
 
+    Of a folder those files count that a model is loaded from; results may be written there.
     What a folder loads from elsewhere follows: a LoRA's base, and a vision tower or its image processor.
     """
     if (place := _place(path, local_files_only=True)) is None:
         return None
-    own = _commit(place) or fingerprint(place)
+    own = _commit(place) or fingerprint(place, _LOADED_FILES)
     # The config of a part that is not here yet is fetched, so that loading the part changes nothing.
     return "-".join([own, *(str(_place(part) and revision(part)) for part in _outer_parts(place))])
 

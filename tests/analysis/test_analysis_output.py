@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from llava.analysis import output
 from llava.analysis.commands import NamedModel
-from llava.utils.digests import fingerprint
+from llava.utils.digests import revision
 
 
 def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path, capsys):
@@ -24,7 +24,7 @@ def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path
     assert document["rows"][1]["mean"] is None
     origin = document["provenance"]
     assert origin["command"] == "python -m llava.analysis demo --seed 3" and origin["seed"] == 3
-    assert origin["models"] == [{"name": "ours", "path": str(model), "revision": fingerprint(model)}]
+    assert origin["models"] == [{"name": "ours", "path": str(model), "revision": revision(str(model))}]
     assert origin["versions"]["torch"].startswith("2.")
     lines = (tmp_path / "out/demo.csv").read_text().splitlines()
     assert f"# command: {origin['command']}" in lines

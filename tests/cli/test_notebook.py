@@ -59,7 +59,7 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
     record = read_record(out)
     assert [run["arm"] for run in record["runs"]] == ["none", "gwc_layernorm"]
     assert sum(map(len, record["questions"].values())) == 12
-    page = (out / "index.html").read_text()
+    page = (out / "report.html").read_text()
     assert not re.findall(r"""src=["'](?!data:)""", page) and page.count("data:image") >= 5
     assert all((out / path).exists() for path in re.findall(r'href="([^"]*)"', page))
 

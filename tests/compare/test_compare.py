@@ -229,9 +229,16 @@ def test_every_step_in_order_a_killed_call_leaves_a_lock_and_a_rerun_resumes_or_
         (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
         (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
         (["--arms", "layernorm,none"], "baseline"),
+        (["--tasks", "pope,popee"], "popee"),
+        ("ANALYSIS=theorie", "ANALYSIS: expected some of"),
+        ("ARMS=none,clip", "ARMS=none,clip: only the quickstart reads it"),
+        ("OUTPUT_ROOT=elsewhere", "give --output-dir"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, capsys, flags, named):
+def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, capsys, monkeypatch, flags, named):
+    if isinstance(flags, str):
+        monkeypatch.setenv(*flags.split("="))
+        flags = []
     assert main(["run", "--output-dir", str(tmp_path / "out"), *flags]) == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -66,6 +66,7 @@ def plan_with(tmp_path):
     [
         ({"seeds": [101, 102, 43]}, r"seeds \[43\] were seen before the plan was made \(pilot \[42, 43, 44\]"),
         ({"seeds": [101, 102]}, "at least 3"),
+        ({"seeds": ["101", "102", "103"]}, "at least 3 numbers"),
         ({"primary": ["scale"]}, r"primary \['scale'\]: expected arms of"),
         ({"margin": None}, "not a plan: .*'margin'"),
         ({"tasks": ["colour", "count"]}, r"tasks \['colour', 'count'\]: expected some of color, shape"),
@@ -78,8 +79,8 @@ def test_plans_that_contradict_themselves_or_name_seen_seeds_are_refused(plan_wi
 
 def test_a_plan_that_changed_after_the_first_run_is_refused(plan_with, tmp_path):
     plan = plan_with()
-    hold(plan, tmp_path)
-    hold(plan, tmp_path)
+    hold(plan_with(margin=plan.margin + 2), tmp_path)  # a call that is refused before it trains
+    hold(plan, tmp_path, "cpu")
     record = simulated(plan)
     check_record(plan, record, tmp_path)
     assert plan.missing(record) == []
@@ -409,6 +410,9 @@ def test_a_plan_is_run_over_three_sittings_one_killed_and_compared_after_the_las
     shutil.copy(record, kept)
     shutil.rmtree(study.out)
     study.out.mkdir()
+    record.write_text(re.sub(r'("finetune.code.digest":)"\w+"', r'\1"other"', kept.read_text()))
+    other = study("--plan", plan)
+    assert other.returncode == 2 and "code.digest" in other.stderr and not study.seen()
     shutil.copy(kept, record)
     done = study("--plan", plan, LOCK_SECONDS=20)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -548,8 +552,10 @@ def test_a_tuning_that_trains_no_arm_keeps_every_result(folder, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"none": {"finetune": {"GLOBAL_BATCH": 4}}}}, "expected, by stage, values of LEARNING_RATE"),
-        ({"settings": {"clip": {}}}, "for the plan's arms"),
+        ({"settings": {"none": {"finetune": {"GLOBAL_BATCH": 4}}}}, "expected, by stage, numbers for LEARNING_RATE"),
+        ({"settings": {"none": {"finetune": {"LEARNING_RATE": ""}}}}, "expected, by stage, numbers for LEARNING_RATE"),
+        ({"settings": {"none": POINTS[0]}, "points": POINTS}, "points beside settings"),
+        ({"settings": {"clip": {}}}, "of the plan's arms"),
         (
             {"points": [{"pretrain": {"PROJECTOR_LR": 1e-4}}]},
             "pretrain trains the projector alone, at its LEARNING_RATE",

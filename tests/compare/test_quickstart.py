@@ -53,7 +53,7 @@ def test_an_interruption_ends_every_arm_a_rerun_resumes_and_another_trains_nothi
     assert hangs in lines and "train 42 gwc_layernorm pretrain" not in lines
     assert lines.index(hangs) < lines.index("train 42 none finetune") < lines.index("answer none")
     assert lines[-1].startswith("measure update-rates")
-    page = (call.out / "index.html").read_text()
+    page = (call.out / "report.html").read_text()
     assert "gwc_layernorm minus none" in page and "the arms cannot be ranked" in page
     assert not re.findall(r"""src=["'](?!data:)""", page) and f"none: {html.escape('<b>a</b>')}" in page
 

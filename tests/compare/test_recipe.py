@@ -93,6 +93,7 @@ def test_both_stages_and_an_answer(tiny, tmp_path, monkeypatch):
     recipe = Recipe("demo", norm="gwc_layernorm", num_gpus=0, max_steps=1, bf16=False, report_to="none", **shared)
     recipe.pretrain(data_path=data / "pretrain.json", output_dir=tmp_path / "first")
     assert (tmp_path / "first/mm_projector.bin").is_file()
+    monkeypatch.setenv("PRETRAIN_ADAPTER", "of another run")
     assert recipe.plan("finetune")["flags"]["pretrain_mm_mlp_adapter"] == f"{tmp_path}/first/mm_projector.bin"
     assert recipe.finetune(data_path=data / "finetune.json", output_dir=tmp_path / "second") is recipe
 

@@ -65,7 +65,7 @@ def write_run(root: Path, seed: int | None, arm: str, right: float, **options) -
             "versions": {"torch": "0.1.0"},  # which nobody has installed
             "devices": {"ranks": 1, "kind": "cpu"},
         }
-        provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/"}
+        provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/", "machine": "a CPU"}
         record = {"format": 1, "starts": [{"configuration": start, "provenance": provenance}]}
         (folder / RUN_FILE).write_text(json.dumps(record))
         (folder / DONE).touch()

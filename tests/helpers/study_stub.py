@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava.compare.answers import SOURCES
-from llava.utils.digests import fingerprint
+from llava.utils.digests import revision
 from llava.utils.provenance import RUN_FILE
 from llava.utils.versions import made_by, software
 
@@ -110,7 +110,7 @@ def train(flags: dict[str, str]) -> None:
         "devices": {"ranks": 1, "kind": "cpu"},
         **software(("numpy",)),
     }
-    provenance = {"started": "2026-01-01T00:00:00+00:00", "command": shlex.join(sys.argv)}
+    provenance = {"started": "2026-01-01T00:00:00+00:00", "command": shlex.join(sys.argv), "machine": "a CPU"}
     record = {"configuration": start, "provenance": provenance}
     (folder / RUN_FILE).write_text(json.dumps({"format": 1, "starts": [record]}))
     lines, steps = [], max(2, int(flags["max_steps"]))  # -1: an epoch
@@ -162,7 +162,7 @@ def write_results(checkpoint: Path, folder: Path, lost: float = 0.0, kinds: Sequ
             samples.append(sample | {"group": kind, "log_probability": -own.random() - (not hit)})
         score = sum(sample["score"] for sample in samples)
         tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
-    content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
+    content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": revision(str(checkpoint)), "command": ""}
     content |= {"versions": made_by(SOURCES), "settings": {}, "created": "2026-01-01"}
     content["tasks"] = tasks
     folder.mkdir(parents=True, exist_ok=True)
