@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, NamedModel, named_model, required_models
 from llava.analysis.models import config_fields, is_ours
+from llava.attach import RECORD
 from llava.utils.commands import INTERRUPTED, whole
 from llava.utils.processes import start, wait
 
@@ -69,7 +70,7 @@ def fitting_models(command: str, models: Sequence[NamedModel]) -> list[NamedMode
     """The models that a command applies to, by their config.json; one without it is a ValueError."""
 
     def fits(fields: dict) -> bool:
-        normed = fields.get("mm_projector_norm") not in (None, "none")
+        normed = RECORD in fields or fields.get("mm_projector_norm") not in (None, "none")
         return {ANY: True, OURS: is_ours(fields), NORMED: normed}[COMMANDS[command].models]
 
     return [model for model in models if fits(config_fields(model.path))]

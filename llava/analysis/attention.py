@@ -141,6 +141,8 @@ def attention_of(probe: Probe, batch: Batch, asking: torch.Tensor, picture: Imag
     total, layers = torch.zeros(int(visual.sum()), dtype=torch.float64), set()
 
     def see(index: int, weights: torch.Tensor) -> None:
+        if weights.dtype == torch.float16:  # its smallest weights would be 0, as masked ones are
+            raise ValueError(f"{probe.name}: float16 loses small attention weights; add --dtype bfloat16 or float32")
         weights = weights.double().cpu()[:, asking]  # [H, Q, S]
         looked = weights[:, :, visual].mean(dim=1)
         if not looked.isfinite().all() or index in layers:

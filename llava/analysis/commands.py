@@ -4,6 +4,7 @@ A command is the module of its name, with `add_arguments(parser)` and `run(args)
 """
 
 import argparse
+from pathlib import Path
 from typing import NamedTuple
 
 from llava.utils.paths import checkpoint_name
@@ -52,7 +53,7 @@ class NamedModel(NamedTuple):
 def named_model(text: str) -> NamedModel:
     """Parses `NAME=PATH_OR_ID`; without a name, a checkpoint is called by the last two parts of its path."""
     name, separator, path = text.partition("=")
-    if not separator:
+    if not separator or Path(text).exists():
         name, path = checkpoint_name(text), text
     if not (name and path):
         raise argparse.ArgumentTypeError(f"expected [NAME=]PATH_OR_ID, found {text!r}")
@@ -66,5 +67,5 @@ def required_models(models: list[NamedModel]) -> list[NamedModel]:
     names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--model: {', '.join(twice)} names two models; name each, as in --model aligned=PATH")
+        raise ValueError(f"--model: {', '.join(twice)} names two models; give --model aligned=PATH for each")
     return models

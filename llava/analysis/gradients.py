@@ -20,6 +20,7 @@ from llava.analysis.probe import Batch
 from llava.asking import Assistant, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX
 from llava.data.preprocess import preprocess
+from llava.data.turns import moves_pictures
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
@@ -57,7 +58,7 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
     model = assistant.model
     if model.get_vision_tower() is None:
         raise ValueError(f"--model {named.path}: gradients needs one of our checkpoints with a vision tower")
-    model.requires_grad_(False).train()
+    model.requires_grad_(False)
     batch, labels = training_batch(drawn, assistant)
     bare = model.get_model().mm_projector
     trained = projector_norm(bare)
@@ -71,14 +72,16 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
 
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
-    ids, labels, tags = [], [], getattr(assistant.model.config, "mm_use_im_start_end", False)
+    config, ids, labels = assistant.model.config, [], []
+    masking = "upstream" if moves_pictures(config) else "assistant"
+    options = {"label_masking": masking, "mm_use_im_start_end": getattr(config, "mm_use_im_start_end", False)}
     for sample in examples:
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         captions = is_captioner(assistant.template)
         question = DEFAULT_IMAGE_TOKEN if captions else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
-        example = preprocess(turns, assistant.tokenizer, assistant.template, mm_use_im_start_end=tags)
+        example = preprocess(turns, assistant.tokenizer, assistant.template, **options)
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)

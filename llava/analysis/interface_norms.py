@@ -29,7 +29,7 @@ Norms = dict[str, np.ndarray]
 
 # Tables 1 to 3; a key is a pattern that is searched in the last part of the model's path.
 PAPER = {
-    r"clip-vit-large-patch14": {FEATURES: (29.30, 17.12)},
+    r"clip-vit-large-patch14$": {FEATURES: (29.30, 17.12)},
     r"siglip-so400m-patch14-384": {FEATURES: (71.78, 13.95)},
     r"siglip2-so400m-patch14-384": {FEATURES: (59.37, 106.08)},
     r"moonvit-so-400m": {FEATURES: (72.17, 7.13)},

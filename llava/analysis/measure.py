@@ -39,7 +39,7 @@ from llava.analysis.samples import PicturePrompt, Samples
 from llava.utils.digests import revision
 from llava.utils.files import replacing
 from llava.utils.progress import progress
-from llava.utils.versions import ANALYSIS, made_by
+from llava.utils.versions import ANALYSIS, PACKAGES, made_by
 
 FOLDER = "measurements"
 SINK_RATIO = 10.0
@@ -82,7 +82,8 @@ def per_sample(
         values_of: makes values of what `load` gives and of one sample.
         load: loads the model, only if there is something to measure; `models.load` where None.
     """
-    folder = args.output_dir / FOLDER / _name(what, named, drawn, args)
+    inputs = _inputs(named, drawn, args)
+    folder = args.output_dir / FOLDER / _name(what, inputs, args)
     files = [folder / f"{index}.npz" for index in range(len(drawn))]
     there = {file for file in files if file.is_file()}
     if there:
@@ -102,9 +103,10 @@ def per_sample(
             except (OSError, EOFError, ValueError, BadZipFile) as error:
                 raise ValueError(f"{file}: damaged ({error}); delete it") from error
             bar.update()
-    if loaded is not None and _name(what, named, drawn, args) != folder.name:
+    now = inputs if loaded is None else _inputs(named, drawn, args)
+    if other := [name for name in inputs if now[name] != inputs[name]]:
         shutil.rmtree(folder)
-        raise ValueError(f"{named.name}: weights changed while they were measured; rerun the same command")
+        raise ValueError(f"{named.name}: {', '.join(other)} changed while they were measured; rerun the same command")
     return measured
 
 
@@ -115,13 +117,16 @@ def refuse_nonfinite(model: str, values: Values) -> None:
             raise ValueError(f"{model}: {bad} of {numbers.size} measured values ({name}) are NaN or infinite")
 
 
-def _name(what: str, named: NamedModel, drawn: Samples, args: argparse.Namespace) -> str:
-    settings = {
-        "weights": revision(named.path),
-        "base": revision(args.model_base) if args.model_base else None,
-        "samples": drawn.content(),
+def _inputs(named: NamedModel, drawn: Samples, args: argparse.Namespace) -> dict[str, str | None]:
+    """Digests of the files that are measured."""
+    base = revision(args.model_base) if args.model_base else None
+    return {"weights": revision(named.path), "base": base, "samples": drawn.content()}
+
+
+def _name(what: str, inputs: dict[str, str | None], args: argparse.Namespace) -> str:
+    settings = inputs | {
         "placement": models.placement(args),
-        "made by": made_by(ANALYSIS),
+        "made by": made_by(ANALYSIS, (*PACKAGES, "torchvision")),
         "flags": {name: str(getattr(args, name)) for name in _LOADING_FLAGS},
     }
     return f"{what}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}"

@@ -29,6 +29,7 @@ from llava.analysis.probe import Batch, Probe
 from llava.analysis.remote_code import load_remote
 from llava.analysis.samples import PicturePrompt
 from llava.asking import Assistant, is_captioner, load_assistant
+from llava.attach import RECORD, load_attached
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import conv_templates
 from llava.families import FAMILIES, Family, family_of, find_parts, output_rows, refuse
@@ -216,7 +217,9 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _load_library(named: NamedModel, family: Family, args: argparse.Namespace) -> Probe:
     auto_class, where = getattr(transformers, family.auto_class), placement(args)
-    if family.own_code:
+    if RECORD in config_fields(named.path, args.trust_remote_code):
+        model = load_attached(named.path, **where)
+    elif family.own_code:
         requires_trust(named.path, args.trust_remote_code)
         model = load_remote(named.path, auto_class, where["device_map"][""], where["dtype"])
     else:

@@ -14,6 +14,7 @@ from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.weights import WeightFiles
 from llava.families import PROJECTOR_NAMES
+from llava.utils.provenance import RUN_FILE
 
 PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
 """Names of modules between encoder and LLM; those that `families` does not know are read here alone."""
@@ -89,9 +90,12 @@ def find_norms(files: WeightFiles) -> list[str]:
 
 
 def step_of(folder: str) -> int | None:
-    """The optimizer step of a checkpoint: from its folder's name, else from `trainer_state.json`; None if unknown."""
-    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
-    return int(match[1]) if match else _read_json(Path(folder, "trainer_state.json")).get("global_step")
+    """The optimizer step of a checkpoint's weights: from its folder's name, else from its records; None if unknown."""
+    if match := re.fullmatch(r"checkpoint-(\d+)", Path(folder).name):
+        return int(match[1])
+    state, starts = _read_json(Path(folder, "trainer_state.json")), _read_json(Path(folder, RUN_FILE)).get("starts")
+    best = starts and starts[-1]["configuration"]["training"].get("load_best_model_at_end")
+    return state.get("best_global_step" if best else "global_step")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -111,13 +111,13 @@ class WeightFiles:
     def _add(self, file_name: str) -> bool:
         """Whether there are weights of this name; adds their tensors."""
         index_file, file = self._locate(f"{file_name}.index.json"), self._locate(file_name)
-        if index_file:
-            found = json.loads(Path(index_file).read_text())["weight_map"]
-        elif file and file_name.endswith(".bin"):
+        if file and file_name.endswith(".bin"):  # before an index, as transformers reads them
             found = dict.fromkeys(self._pickle(file_name), file_name)
         elif file:
             with safe_open(file, framework="pt") as opened:
                 found = dict.fromkeys(opened.keys(), file_name)
+        elif index_file:
+            found = json.loads(Path(index_file).read_text())["weight_map"]
         else:
             return False
         self.names |= {name: file for name, file in found.items() if name not in self.names}

@@ -6,17 +6,17 @@ and folders are named by the last part of their path alone.
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from safetensors import safe_open
 
+from llava.analysis.norm_params import find_norms
+from llava.analysis.weights import WeightFiles
 from llava.eval.results import RESULTS_FILE, TaskResult, read_results
-from llava.model.lora import NON_LORA_FILE
-from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.telemetry import LOG_FILE
+from llava.utils.digests import revision
 from llava.utils.files import write_text
 from llava.utils.intervals import share_interval
 from llava.utils.provenance import RUN_FILE, read_starts
@@ -27,7 +27,6 @@ SETTINGS = (
 )  # fmt: skip
 """The flags of a stage that the card shows; `run.json` has all."""
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
-_GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
 _TOLERANCE = 0.05  # points by which a score may differ from the mean of its questions
 
 
@@ -64,7 +63,10 @@ def card_text(args: argparse.Namespace) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--model-path {folder}: no config.json there with a model_type ({error!r})") from error
     results = args.results or run_dir / RESULTS_FILE
-    tasks = read_results(results).tasks if args.results or results.is_file() else {}
+    found = read_results(results) if args.results or results.is_file() else None
+    if found and found.fingerprint not in (revision(str(folder)), revision(str(run_dir))):
+        print(f"note: {results} is of {found.checkpoint}, which by its digest is not the model of this card or its run")
+    tasks = found.tasks if found else {}
     arm, part = config.get("mm_projector_norm") or "none", part_of(folder)
     name = args.repo or folder.resolve().name
     scores = [EvalResult("image-text-to-text", task, task, own.metric, own.score) for task, own in tasks.items()]
@@ -104,17 +106,10 @@ def part_of(folder: Path) -> str:
 
 
 def norm_gain(folder: Path) -> float | None:
-    """Mean |gain| of the norm that ends the projector, the last vector named weight there, from the files alone."""
-    weights = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            weights |= {name: tensors.get_tensor(name) for name in filter(_GAIN.search, tensors.keys())}
-    for name in (ADAPTER_FILE, NON_LORA_FILE):
-        if not weights and (folder / name).is_file():
-            weights = {name: tensor for name, tensor in read_tensors(folder / name).items() if _GAIN.search(name)}
-    gains = [name for name, weight in weights.items() if weight.ndim == 1]
-    last = max(gains, key=lambda name: (len(name), name), default=None)  # module 10 is after 9
-    return None if last is None else weights[last].double().abs().mean().item()
+    """Mean |gain| of the norm that ends the projector, from the files alone; None without one."""
+    files = WeightFiles(str(folder))
+    norms = find_norms(files)
+    return files.read(f"{norms[-1]}.weight").double().abs().mean().item() if norms else None
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:

@@ -166,6 +166,12 @@ def test_a_sample_without_text_after_its_picture_is_named(probe, question, monke
         attention.look_of(probe, question)
 
 
+def test_weights_in_float16_whose_smallest_are_lost_are_refused(checkpoint, question):
+    args = parser("attention").parse_args(["attention", "--device", "cpu", "--dtype", "float16"])
+    with pytest.raises(ValueError, match="tiny: float16 loses small attention weights; add --dtype bfloat16"):
+        attention.look_of(loading.load(NamedModel("tiny", checkpoint), args), question)
+
+
 def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager):
     picture = attention.look_of(probe, question)
     groups = probe.groups(probe.prepare(question))[0]

@@ -22,6 +22,7 @@ from llava.analysis.attention import PIXELS, picture_grid, shape_input
 from llava.analysis.models import library_inputs, load_processor
 from llava.analysis.probe import Probe
 from llava.analysis.samples import PicturePrompt
+from llava.attach import attach
 from llava.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 
 PROMPT = "What is it?"
@@ -194,3 +195,11 @@ def test_a_family_that_cannot_be_measured_is_refused_by_name_in_one_line(picture
         assert main(words) == 2
         error = capsys.readouterr().err
         assert f"{name} cannot be measured: " in error and error.count("\n") == 1
+
+
+def test_a_model_with_an_attached_norm_is_measured_with_it(tmp_path, pictures):
+    model = attach(saved_models.write(SAVED["llava"], tmp_path / "m"))
+    model.save_pretrained(tmp_path / "m")
+    target = model.get_input_embeddings().weight.norm(dim=1).mean().item()
+    rows = {row["norms of"]: row for row in run("interface-norms", tmp_path / "m", tmp_path / "out", pictures)}
+    assert rows[KINDS[1]]["mean"] == pytest.approx(target, rel=1e-3)

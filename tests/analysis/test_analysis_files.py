@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from llava.analysis.__main__ import main
 from llava.analysis.commands import NamedModel
 from llava.analysis.embedding_norms import read_embedding_norms
+from llava.analysis.norm_params import step_of
 from llava.analysis.weights import WeightFiles
 
 
@@ -59,6 +60,9 @@ def test_the_text_embedding_is_found_in_shards_among_other_tables(tmp_path):
     files = WeightFiles(str(tmp_path))
     assert files.embedding_name() == "model.language_model.embed_tokens.weight"
     assert torch.equal(files.read(files.embedding_name()), weight)
+    save(tmp_path, {"model.language_model.embed_tokens.weight": 2 * weight})  # transformers loads this one
+    files = WeightFiles(str(tmp_path))
+    assert torch.equal(files.read(files.embedding_name()), 2 * weight)
 
 
 def test_an_embedding_in_two_tensors_is_read_as_one(tmp_path):
@@ -119,6 +123,15 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
         assert (row["bias mean |.|"], row["bias std |.|"]) == (0.5, 0)
     assert [row["gain L2"] for row in paper] == [53.25, 2.2812]
     assert f"no norm in the projector, so no row: {tmp_path / 'plain'}" in capsys.readouterr().out
+
+
+def test_the_step_is_that_of_the_best_weights_where_training_ended_with_them(tmp_path):
+    path = save(tmp_path, {"mm_projector.0.weight": torch.ones(4)})
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 8, "best_global_step": 4}')
+    for best, step in ((False, 8), (True, 4)):
+        start = {"configuration": {"training": {"load_best_model_at_end": best}}}
+        (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
+        assert step_of(path) == step
 
 
 @pytest.mark.parametrize(

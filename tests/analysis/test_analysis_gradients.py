@@ -15,6 +15,7 @@ from llava.analysis.commands import NamedModel
 from llava.analysis.gradients import BEFORE, FEATURES, INPUT
 from llava.analysis.samples import choose
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data.preprocess import preprocess
 from llava.model.multimodal_encoder.towers import TOWERS
 
 
@@ -106,6 +107,21 @@ def test_a_batch_has_the_tags_around_pictures_that_the_model_was_trained_with(ti
     question = [{"from": "human", "value": f"<image>\n{samples[0].prompt}"}]
     expected = assistant.prompt_ids(question, [samples[0].image])
     assert torch.equal(batch.inputs["input_ids"][0, : len(expected)], expected)
+
+
+@pytest.mark.parametrize("masking", ["assistant", "upstream"])
+def test_the_labels_are_those_that_the_model_was_trained_with(tiny, tmp_path, masking):
+    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
+    assistant = loading.load_ours(named, args)
+    assistant.model.config.mm_label_masking = masking
+    question = {"from": "human", "value": f"<image>\n{samples[0].prompt}"}
+    turns = [question, {"from": "gpt", "value": samples[0].answer}]
+    expected, other = (
+        preprocess(turns, assistant.tokenizer, assistant.template, label_masking=kind).labels
+        for kind in (masking, {"assistant": "upstream", "upstream": "assistant"}[masking])
+    )
+    _, labels = gradients.training_batch([samples[0]], assistant)
+    assert torch.equal(labels[0], expected) and not torch.equal(expected, other)
 
 
 def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):

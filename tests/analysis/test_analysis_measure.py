@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,6 +167,12 @@ def test_weights_that_change_during_a_measurement_leave_nothing(checkpoint, data
     with pytest.raises(ValueError, match="m: weights changed while they were measured"):
         measured(checkpoint, data, tmp_path, "--samples", 2)
     assert not [*tmp_path.rglob("*.npz")]
+
+
+def test_results_may_be_written_into_the_folder_of_the_model(checkpoint, data, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    once, again = (measured(str(folder), data, folder / "analysis", "--samples", 1) for _ in range(2))
+    assert contents(again) == contents(once) and "1 of 1 samples are measured already" in capsys.readouterr().out
 
 
 def test_a_damaged_file_is_refused_by_name(checkpoint, data, tmp_path):

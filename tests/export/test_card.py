@@ -80,10 +80,11 @@ def test_the_gain_is_that_of_the_weight_files_in_both_layouts(tmp_path):
         assert norm_gain(tmp_path) == 0.25
 
 
-def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_card, tmp_path):
+def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_card, tmp_path, capsys):
     write_results(results(75.0, [1, 1, 1, 0]), tmp_path)
     low, high = share_interval(3, 4)
     text = write_card("--results", tmp_path)
+    assert "is of /home/me/secret/ckpt, which by its digest is not the model" in capsys.readouterr().out
     assert f"| 75.00 | {100 * low:.1f} to {100 * high:.1f} | 25.0 | 4 |" in text
     (score,) = ModelCard(text).data.eval_results
     assert (score.dataset_name, score.metric_type, score.metric_value) == ("scenes", "accuracy", 75.0)
