@@ -142,6 +142,7 @@ def _place_in_front(record: Record) -> None:
     turns, images = record["conversations"], record_images(record)
     if not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
         return
-    first = next((turn for turn in turns if turn.get("from") == "human"), None)
-    if isinstance(images, list) and first and not any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns):
+    asked = [turn for turn in turns if turn.get("from") == "human"]
+    if isinstance(images, list) and asked and not any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in asked):
+        first = asked[0]
         first["value"] = f"{DEFAULT_IMAGE_TOKEN}\n" * len(images) + first["value"]

@@ -36,7 +36,7 @@ class Entry:
     def chosen(self, total: int, seed: list[int]) -> np.ndarray:
         """The ascending indices of those of `total` records that are used; a share is rounded up as in LLaVA-NeXT."""
         kind, number, is_share = self.strategy
-        count = min(math.ceil(number * total / 100) if is_share else int(number), total)
+        count = min(math.ceil(round(number * total / 100, 9)) if is_share else int(number), total)
         if kind == "random":
             return np.sort(np.random.default_rng(seed).permutation(total)[:count])
         return np.arange(total - count, total) if kind == "end" else np.arange(count)

@@ -96,6 +96,7 @@ def test_what_cannot_be_converted_is_named_with_its_record(tmp_path, fault):
     [
         ({"messages": [user("q")], "conversations": [human("q")]}, "under 'conversations' and under 'messages'; keep"),
         ({"image": "a.png", "messages": [user([OTHER])]}, "pictures in the turns and under 'image'; keep one"),
+        ({"image": "a.png", "messages": [user("q"), assistant("an <image> tag")]}, "2 <image> placeholders but 1"),
     ],
 )  # fmt: skip
 def test_a_record_with_two_meanings_is_refused(tmp_path, record, message):
