@@ -150,13 +150,14 @@ def assigned_by_length(
     return [[[samples[i] for i in group] for group in groups[rank::ranks]] for rank in range(ranks)]
 
 
-def assigned_in_order(samples: list[int], ranks: int, batch_size: int) -> list[list[list[int]]]:
+def assigned_in_order(samples: list[int], ranks: int, batch_size: int, repeats: bool = False) -> list[list[list[int]]]:
     """The micro-batches of every rank as in LLaVA: slices of a step's samples, assigned to the ranks in turn.
 
-    An epoch's last samples are sliced evenly if a rank would get none, and filled up as in `assigned_by_length`.
+    An epoch's last samples are sliced evenly if a rank would get none, and filled up as in `assigned_by_length`, or by
+    the last sample again where `repeats`: the mean over micro-batches would count one without targets as 0.
     """
     slices = ranks * -(-len(samples) // (ranks * batch_size))
-    samples = samples + [~samples[-1]] * (slices - len(samples))
+    samples = samples + [samples[-1] if repeats else ~samples[-1]] * (slices - len(samples))
     if len(samples) > (slices - 1) * batch_size:
         batches = [samples[start : start + batch_size] for start in range(0, len(samples), batch_size)]
     else:

@@ -281,7 +281,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.metric_for_best_model and self.greater_is_better is None:
             self.greater_is_better = False  # every metric is a loss; the library only knows names that end in it
         # The rank that hangs shall be named before the others' collectives give up.
-        self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout) + 600)
+        self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout or 10**6) + 600)  # 0: never
         super().__post_init__()
 
 

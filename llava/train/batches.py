@@ -53,7 +53,8 @@ def balanced_by_length(args: TrainingArguments) -> bool:
 def assignment(dataset: LazySupervisedDataset, args: TrainingArguments) -> Callable[[list[int]], list[list[list[int]]]]:
     """The function that assigns a step's samples to the micro-batches of all ranks."""
     if not balanced_by_length(args):
-        return partial(assigned_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
+        repeats = args.loss_reduction == "micro_batch_mean"
+        return partial(assigned_in_order, ranks=args.world_size, batch_size=args.train_batch_size, repeats=repeats)
     return partial(
         assigned_by_length,
         lengths=np.asarray(dataset.modality_lengths()),

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,6 +96,9 @@ class CheckpointMarker(TrainerCallback):
             write_settings(folder, self.settings)
             _mark(folder, (f for f in folder.rglob("*") if f.is_file()))
             sync(folder.parent)
+            for other in folder.parent.glob("checkpoint-*"):  # one may have a time in the future, of another clock
+                if other.stat().st_mtime > folder.stat().st_mtime:
+                    os.utime(other, (0, 0))
             rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
 
 

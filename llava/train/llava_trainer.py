@@ -201,6 +201,7 @@ class LLaVATrainer(Trainer):
         self.tied = set(self.model.all_tied_weights_keys or ())  # not saved: they are other weights of the checkpoint
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model, self.args.device)
+        self.last_loss = torch.zeros((), device=self.args.device)
         self.add_callback(JsonlCallback())
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress())
@@ -271,10 +272,11 @@ class LLaVATrainer(Trainer):
                 batch = self.on_device(micro_batch)
                 self.layout = batch.pop("layout")  # the library cannot copy a named tuple
                 losses.append(super().training_step(model, batch, num_items_in_batch))
-        # In place of the library's filter, which is off: a loss that is not finite counts as the mean of earlier ones.
+        # In place of the library's filter, which is off: a loss that is not finite counts as the last finite one.
         # The host does not wait to see which it is.
-        loss, steps = sum(losses[1:], losses[0]), 1 + self.state.global_step - self._globalstep_last_logged
-        return torch.where(loss.isfinite(), loss, self._tr_loss / steps)
+        loss = sum(losses[1:], losses[0])
+        self.last_loss = torch.where(loss.isfinite(), loss, self.last_loss)
+        return self.last_loss
 
     def on_device(self, batch: Any) -> Any:
         """A collated batch on the device; pinned memory is copied while the device computes."""
@@ -305,6 +307,10 @@ class LLaVATrainer(Trainer):
         if self.state.global_step == self.first_step and "eval_seconds" not in logs:  # nothing was trained
             return
         if "loss" in logs:
+            if self.args.fp16 and self.loss_scale() < 1:  # halved by each of many skipped steps; DeepSpeed itself ends
+                raise NonFiniteError(
+                    "step after step the gradients overflow in fp16; train in bf16, or lower the rates"
+                )
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
             if self.guard.without_targets:
@@ -337,7 +343,9 @@ class LLaVATrainer(Trainer):
         if not self.flags.load_best_model_at_end:
             return
         if not self.state.best_global_step:
-            logger.warning("--load_best_model_at_end: nothing was evaluated; the final folder gets the last weights")
+            logger.warning(
+                "--load_best_model_at_end: no finite metric was measured; the final folder gets the last weights"
+            )
             return
         best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
         if not best.is_dir():  # of another folder, by --resume_from_checkpoint
@@ -345,7 +353,9 @@ class LLaVATrainer(Trainer):
         metric = self.flags.metric_for_best_model
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
-            deepspeed_load_checkpoint(self.model_wrapped, str(best))
+            engine: Any = self.model_wrapped  # which may have begun with a converted checkpoint
+            engine._config.load_universal_checkpoint = (best / "latest_universal").is_file()
+            deepspeed_load_checkpoint(engine, str(best))
         else:
             load_weights(best, self.model)
 

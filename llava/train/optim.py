@@ -168,6 +168,7 @@ class MasterWeights:
         """Makes every optimizer step copy the rounded masters to the model, and its state dict hold the masters."""
         optimizer.register_step_post_hook(self._copy_to_model)
         optimizer.register_state_dict_post_hook(self._save)
+        optimizer.register_load_state_dict_pre_hook(self._refuse_rounded)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         """Adds a micro-batch's gradient to the master's, so that gradients are never added up in 16 bits."""
@@ -193,6 +194,13 @@ class MasterWeights:
     def _save(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         ours = {id(master) for master in self.masters.values()}
         state["masters"] = {i: p.detach() for i, p in enumerate(updated_parameters(optimizer)) if id(p) in ours}
+
+    def _refuse_rounded(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if self.masters and "masters" not in state:  # the model has just rounded the checkpoint's fp32 weights
+            raise ValueError(
+                "the checkpoint is of several processes without DeepSpeed, whose weights are fp32; a single process "
+                "would go on from their bf16 values: continue on several, or start the stage again in an empty folder"
+            )
 
 
 def updated_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -289,7 +289,10 @@ class JsonlCallback(TrainerCallback):
         if cut:
             logger.warning("%s: dropping the last line, which was cut off after %d characters", path, len(cut))
         # Steps that an interrupted run logged after its last checkpoint are computed again.
-        earlier = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        try:
+            earlier = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: a line is damaged ({error}); remove it, or move the file away") from error
         write_text(path, "".join(line + "\n" for line in earlier), synced=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

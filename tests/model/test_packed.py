@@ -228,6 +228,7 @@ def test_llavas_slices_go_round_the_ranks():
     assert assigned_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
     assert assigned_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
     assert assigned_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
+    assert assigned_in_order([7], ranks=2, batch_size=2, repeats=True) == [[[7]], [[7]]]
 
 
 def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():

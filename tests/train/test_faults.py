@@ -18,7 +18,7 @@ from data_files import write_without_targets
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, write_tiny
-from training import LORA, flags, logged, same
+from training import LORA, build, flags, logged, same
 from transformers import TrainerCallback
 
 from llava.compare.planned import DIVERGED
@@ -123,6 +123,7 @@ def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny,
         train_module.train(argv)
     assert not (tmp_path / "run/checkpoint-4" / COMPLETE).exists() and not folder_faults(tmp_path / "run/checkpoint-2")
     monkeypatch.undo()
+    os.utime(tmp_path / "run/checkpoint-2", (2**32, 2**32))  # written by the clock of another machine
     train_module.train(argv)
     assert [line["step"] for line in logged(tmp_path / "run")] == [1, 2, 3, 4]
     assert same(weights(tmp_path / "run"), weights(whole))
@@ -398,7 +399,8 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert message.startswith(f"{beginning}{tiny}/data/finetune.json: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in logged(tmp_path)] == [None, 1, 1]
-    assert all(math.isfinite(line["loss"]) for line in logged(tmp_path))  # also of the steps after it
+    losses = [line["loss"] for line in logged(tmp_path)]
+    assert losses[1] == losses[0] != losses[2] and math.isfinite(losses[2])
 
 
 def test_a_step_without_any_target_has_loss_and_gradient_zero_and_is_named(tiny, tmp_path, caplog):
@@ -429,6 +431,14 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
     assert failures.refusal(NonFiniteError()) is None and NonFiniteError.__name__ == DIVERGED  # as a tuning reads it
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
+
+
+def test_fp16_that_overflows_step_after_step_ends_the_run(tiny, tmp_path):
+    _, trainer = build(flags(tiny, tmp_path, 2))
+    trainer.args.fp16, trainer.first_step = True, -1
+    trainer.loss_scale = lambda: 0.5
+    with pytest.raises(NonFiniteError, match="gradients overflow in fp16"):
+        trainer.log({"loss": 1.0})
 
 
 def test_infinite_loss_poisons_a_finite_gradient_and_finite_loss_does_not():

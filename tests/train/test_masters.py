@@ -85,6 +85,15 @@ def test_masters_are_saved_with_optimizer_state_and_load_into_fp32(dtype):
     assert all(b.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(ours, found, strict=True))
 
 
+def test_weights_of_a_checkpoint_in_fp32_are_not_rounded_to_masters():
+    _, other = with_masters(small(torch.float32), lr=1e-4)
+    state = other.state_dict()
+    del state["masters"]  # several processes have none
+    _, optimizer = with_masters(small(), lr=1e-4)
+    with pytest.raises(ValueError, match="of several processes without DeepSpeed, whose weights are fp32"):
+        optimizer.load_state_dict(state)
+
+
 def test_trained_weights_but_the_projectors_are_bf16_and_updated_in_fp32(tiny, tmp_path):
     model, trainer = build(flags(tiny, tmp_path, 2, bf16=True))
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
