@@ -105,6 +105,8 @@ class CropRules:
 
     def visual_tokens(self, picture: Picture) -> int:
         """How many rows of the LLM's input the picture takes; ValueError if its size gives another number of crops."""
+        if picture.crops > 1 and self.is_anyres and picture.size is not None:
+            self.patches(picture)
         if not self.has_newline:
             return picture.crops * self.tokens_per_crop
         if picture.crops == 1:

@@ -13,7 +13,7 @@ from llava.model.context import context_length
 from llava.model.decoding import other_settings, read_generation_config, token_ids_alone
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, decoder_of
-from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.model.llava_arch import LlavaMetaForCausalLM, check_same_projector
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
@@ -186,6 +186,8 @@ def _load_on_base(
         )
     warn_of_other_base(model_path, model_base)
     model = load_language_model(model_base, base, **options)
+    if model.get_model().get_vision_tower() is not None:
+        check_same_projector(model_path, config, model.config)
     for field, value in config.to_dict().items():
         if field.startswith(("mm_", "image_", "tokenizer_")):
             setattr(model.config, field, value)
@@ -224,7 +226,7 @@ def quantization_config(bits: int, compute_dtype: torch.dtype = torch.bfloat16) 
     return BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
-        llm_int8_skip_modules=["mm_projector", "vision_tower", "lm_head"],
+        llm_int8_skip_modules=["model.mm_projector", "model.vision_tower", "lm_head"],  # as whole prefixes
         bnb_4bit_compute_dtype=compute_dtype,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_quant_type="nf4",

@@ -149,6 +149,14 @@ def check_flags_against_config(model_args: Any, config: ConfigBase) -> None:
         )
 
 
+def check_same_projector(folder: str, config: ConfigBase, base: ConfigBase) -> None:
+    """Raises ValueError where a stage-1 or LoRA folder was trained with another projector or norm than its base has."""
+    fields = [(field, getattr(config, field, None), getattr(base, field, None)) for field in PROJECTOR_FIELDS]
+    rows = [row for row in fields if None not in row and row[1] != row[2]] + norm_differences(config, base)
+    if differences := [f"{field}: {theirs!r}, its base {ours!r}" for field, theirs, ours in rows]:
+        raise ValueError(f"{folder} was trained on another base:\n  " + "\n  ".join(differences))
+
+
 class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
     """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
 
@@ -159,6 +167,10 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
     supports_gradient_checkpointing = True
     padding_free = False  # True runs training batches as one row without padding, by a backend of llava.model.attention
     file_decoding: Mapping[str, Any] = MappingProxyType({})  # the checkpoint's `other_settings`
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Takes the weight of a head of another size, as `resize_token_embeddings` makes one, into this `LMHead`."""
+        self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
 
     def get_adapter_state_dict(self, adapter_name: str | None = None, state_dict: dict | None = None) -> dict:
         # To decide about the embedding PEFT would read the base's config as ours; no recipe adapts or resizes it.

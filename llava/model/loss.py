@@ -113,6 +113,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):  # pyrefly: ignore[bad-override]  # one output, one gradient
+        if torch.is_grad_enabled():  # create_graph=True: the kept gradients do not depend on the inputs
+            raise RuntimeError("the chunked loss has no second derivative")
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss frees its gradients in its backward pass, which can run only once")
         gradients, ctx.gradients = ctx.gradients, None

@@ -83,6 +83,7 @@ def test_grids_may_be_written_in_pixels_or_crops():
         (lambda: CropRules(17, SIDE, 56, "anyres", "spatial_unpad", GRIDS), "--mm_vision_select_feature patch"),
         (lambda: rules().visual_tokens(Picture(3)), "the size of a picture of 3 crops is missing; pass image_sizes"),
         (lambda: rules().visual_tokens(Picture(3, (56, 56))), "has 2 crops by image_grid_pinpoints; 3 were given"),
+        (lambda: rules(merge_type="flat").visual_tokens(Picture(3, (56, 56))), "has 2 crops by image_grid_pinpoints"),
         (lambda: rules("pad", grids=()).visual_tokens(Picture(3, (56, 56))), "but image_aspect_ratio is 'pad'"),
         (lambda: match_crops(crops(3), [(5, 4)], [1, 1]), r"2 image placeholders .* but 1 images"),
         (lambda: match_crops(crops(3, 2), [(5, 4)], [1, 1]), "image_sizes has 1 entries for 2 images"),

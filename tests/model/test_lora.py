@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from training import ALL_PARTS, LM_AND_PROJECTOR, LORA, build, finish, fit, flags, load, logits, same, stopped
 from transformers import AutoModelForCausalLM
+from vision_language_models import our_checkpoint
 
 from llava.model import merge_lora
 from llava.model.builder import load_pretrained_model
@@ -350,10 +351,11 @@ def test_quantised_base_trains_and_loads(tiny, tmp_path, bits):
     assert dtypes["lm_head.weight"] == dtypes["model.embed_tokens.weight"] == torch.bfloat16
     assert dtypes["model.mm_projector.0.weight"] == torch.float32
     assert any(p.any() for n, p in model.named_parameters() if "lora_B" in n)
-    load_bits = {"load_4bit": bits == 4, "load_8bit": bits == 8}
-    _, loaded, _, _ = load_pretrained_model(
-        str(tmp_path / "run"), str(tiny / "llama"), "x", device="cpu", torch_dtype="bfloat16", **load_bits
-    )
+    loading = {"device": "cpu", "torch_dtype": "bfloat16", "load_4bit": bits == 4, "load_8bit": bits == 8}
+    _, loaded, _, _ = load_pretrained_model(str(tmp_path / "run"), str(tiny / "llama"), "x", **loading)
+    _, complete, _, _ = load_pretrained_model(our_checkpoint(tiny, tmp_path / "whole"), None, "x", **loading)
+    quantised = {n for n, p in complete.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
+    assert quantised and all(name.startswith("model.layers.") for name in quantised)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, wanted = logits(loaded), logits(model)
         model.disable_adapters()

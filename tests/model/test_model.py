@@ -8,10 +8,11 @@ import torch
 from batches import IMG, pictures
 from tiny_models import V, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vision_language_models import our_checkpoint
 
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
-from llava.model.builder import read_config
+from llava.model.builder import load_pretrained_model, read_config
 from llava.model.context import context_length
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import adapter_state_dict, load_adapter
@@ -82,6 +83,18 @@ def test_without_norm_keys_are_llavas(tiny):
     }  # fmt: skip
     linear = make(tiny, norm="none", mm_projector_type="linear").get_model().mm_projector
     assert set(linear.state_dict()) == {"weight", "bias"}
+
+
+def test_resized_embeddings_keep_the_heads_loss_and_its_scaling(tiny):
+    model, ids = make(tiny), torch.arange(5, 12)[None]
+    model.lm_head.logits_scaling = 8.0
+    before = model(input_ids=ids, labels=ids)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    after = model(input_ids=ids, labels=ids)
+    assert torch.equal(after.logits[..., : before.logits.shape[-1]], before.logits)
+    assert after.loss > before.loss and model.lm_head.out_features == model.config.vocab_size == len(
+        model.lm_head.weight
+    )
 
 
 @pytest.mark.parametrize("labelled", [False, True])
@@ -160,6 +173,15 @@ def test_a_norm_that_is_not_finite_is_refused_wherever_it_is_read(tiny, tmp_path
     torch.save(adapter_state_dict(model.get_model().mm_projector), tmp_path / "mm_projector.bin")
     with pytest.raises(ValueError, match=r"mm_projector\.bin: NaN or infinity in model\.mm_projector\.3\.weight"):
         load_adapter(make(tiny).get_model().mm_projector, tmp_path, model.config)
+
+
+def test_an_adapter_of_another_layer_than_its_bases_is_refused(tiny, tmp_path):
+    base, model = our_checkpoint(tiny, tmp_path / "base", "gwc_layernorm"), make(tiny)
+    model.config.mm_vision_select_layer = -1
+    model.config.save_pretrained(tmp_path / "stage1")
+    torch.save(adapter_state_dict(model.get_model().mm_projector), tmp_path / "stage1/mm_projector.bin")
+    with pytest.raises(ValueError, match="another base:\n  mm_vision_select_layer: -1, its base -2"):
+        load_pretrained_model(str(tmp_path / "stage1"), base, "x", device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["siglip", "clip"])

@@ -72,6 +72,14 @@ def test_forward_equals_float64_formula(name):
 
 
 @pytest.mark.parametrize("name", NORMALIZING)
+def test_a_gain_in_fp32_is_not_rounded_under_autocast(name):
+    norm = make(name, seed=None, init_gain=0.1003)  # bf16 has 0.1001
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        norms = norm(inputs(rows=100).bfloat16()).float().norm(dim=-1)
+    assert norms.mean().item() == pytest.approx(0.1003 * math.sqrt(D), rel=5e-4)
+
+
+@pytest.mark.parametrize("name", NORMALIZING)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
 def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
     text_norm = 1.09

@@ -176,6 +176,12 @@ def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
 
 
+def test_the_chunked_loss_refuses_a_second_derivative():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(chunked_loss(hidden, weight, torch.arange(4)), hidden, create_graph=True)
+
+
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)

@@ -94,6 +94,8 @@ def test_a_tower_describes_its_sizes_and_layers(saved):
     assert tower.gated_mlp == (len(products) == 3 or products[0].out_features == 2 * width)  # two products in one
     assert tower.patch_embedding().weight.numel() == E * 3 * PATCH**2
     assert len(tower.layers) == LAYERS - 1
+    with pytest.raises(ValueError, match=f"expected pictures of {SIDE} x {SIDE} pixels"):
+        tower(torch.randn(2, 3, 2 * SIDE, 2 * SIDE))
 
 
 def test_exactly_the_parameters_listed_as_used_get_a_gradient(saved):

@@ -158,6 +158,9 @@ class VisionTower(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
+        if images.shape[2:] != (self.image_size, self.image_size):
+            side = self.image_size
+            raise ValueError(f"expected pictures of {side} x {side} pixels, found {list(images.shape)}")
         hidden_states = self.embed(images.to(device=self.device, dtype=self.dtype))  # [N, P, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, **_without_mask(type(layer)))

@@ -120,5 +120,5 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
             f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm "
             f"{getattr(config, 'mm_projector_norm', 'none')}):\n  "
             + "\n  ".join(differences)
-            + "\nPass the flags that the adapter was trained with, or train an adapter with these flags."
+            + "\nPass the flags and the language model that the adapter was trained with, or train one with these."
         )

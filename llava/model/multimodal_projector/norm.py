@@ -131,8 +131,9 @@ class AlignedRMSNorm(ProjectorNorm):
     """RMSNorm with an aligned initial gain and the plain backward."""
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        # rms_norm does not have a mixed-precision kernel on every device, so the gain gets the input's type.
-        return F.rms_norm(x, (self.hidden_size,), self.weight.to(x.dtype), self.eps)
+        # rms_norm does not have a mixed-precision kernel on every device; LayerNorm's keeps a gain in fp32 too.
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), (self.hidden_size,), self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
