@@ -1,15 +1,11 @@
-"""The names of LLaVA's `llava.utils` that its evaluation, serving and merging programs import."""
+"""The names of LLaVA's `llava.utils` that its evaluation programs and clients import."""
 
-import json
 import logging
 import os
 from typing import Any
 
 LOGDIR = "."
 """Folder of the log files of LLaVA's controller, workers and page."""
-
-server_error_msg = "The server did not answer. Please try again, or reload the page."
-moderation_msg = "The moderation service flagged this message. Please write it differently."
 
 
 def disable_torch_init() -> None:
@@ -45,24 +41,3 @@ def rank_print(*args: Any) -> None:
     from torch import distributed
 
     print(*([f"rank {distributed.get_rank()}:"] if distributed.is_initialized() else []), *args)
-
-
-def violates_moderation(text: str) -> bool:
-    """Whether OpenAI's moderation service flags `text`, which is sent there.
-
-    Raises:
-        KeyError: `OPENAI_API_KEY` is not set.
-        OSError, ValueError: the service did not answer; an unchecked text does not count as harmless.
-    """
-    from urllib import request as web
-
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    body = json.dumps({"input": text}).encode()
-    request = web.Request("https://api.openai.com/v1/moderations", body, headers)
-    with web.urlopen(request, timeout=5) as response:
-        return bool(json.load(response)["results"][0]["flagged"])
-
-
-def pretty_print_semaphore(semaphore: Any) -> str:
-    """How many more may pass a semaphore, for a log."""
-    return "None" if semaphore is None else f"Semaphore(value={semaphore._value}, locked={semaphore.locked()})"
