@@ -105,13 +105,12 @@ class CropRules:
 
     def visual_tokens(self, picture: Picture) -> int:
         """How many rows of the LLM's input the picture takes; ValueError if its size gives another number of crops."""
-        if picture.crops > 1 and self.is_anyres and picture.size is not None:
-            self.patches(picture)
-        if not self.has_newline:
-            return picture.crops * self.tokens_per_crop
         if picture.crops == 1:
-            return self.tokens_per_crop + 1
-        patches = self.patches(picture)
+            return self.tokens_per_crop + self.has_newline
+        is_known = self.has_newline or self.is_anyres and picture.size is not None  # else LLaVA takes any number
+        patches = self.patches(picture) if is_known else None
+        if patches is None or not self.has_newline:
+            return picture.crops * self.tokens_per_crop
         width, height = patches.shrunk or (patches.width, patches.height)
         return self.tokens_per_crop + height * (width + 1)
 

@@ -270,8 +270,7 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
     if name is None:
         raise ValueError(
             f"{model_path}: config.json has no mm_conv_version, so the template it was trained with is unknown; "
-            "name it by --conv-mode (evaluate.sh: --conv-template; LLaVA-1.5: v1). "
-            f"Templates: {', '.join(conv_templates)}"
+            f"name it by --conv-mode or --conv-template (LLaVA-1.5: v1). Templates: {', '.join(conv_templates)}"
         )
     return get_template(name)
 

@@ -63,10 +63,10 @@ def card_text(args: argparse.Namespace) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--model-path {folder}: no config.json there with a model_type ({error!r})") from error
     results = args.results or run_dir / RESULTS_FILE
-    found = read_results(results) if args.results or results.is_file() else None
-    if found and found.fingerprint not in (revision(str(folder)), revision(str(run_dir))):
-        print(f"note: {results} is of {found.checkpoint}, which by its digest is not the model of this card or its run")
-    tasks = found.tasks if found else {}
+    known = read_results(results) if args.results or results.is_file() else None
+    if known and known.fingerprint not in (revision(str(folder)), revision(str(run_dir))):
+        print(f"note: {results} is of {known.checkpoint}, which by its digest is not the model of this card or its run")
+    tasks = known.tasks if known else {}
     arm, part = config.get("mm_projector_norm") or "none", part_of(folder)
     name = args.repo or folder.resolve().name
     scores = [EvalResult("image-text-to-text", task, task, own.metric, own.score) for task, own in tasks.items()]
