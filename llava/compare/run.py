@@ -18,6 +18,7 @@ from llava.compare.record import FILE, add_runs, new_record, write_record
 from llava.compare.report import write_page
 from llava.compare.runs import Run, check_results
 from llava.compare.steps import Step
+from llava.eval import evaluate
 from llava.eval.results import Results
 from llava.eval.tasks import PAPER_COLUMNS, choose
 from llava.launch.recipe import STAGES
@@ -42,7 +43,8 @@ class Comparison(Experiment):
     pictures_of_questions: Path | None = None
 
     def set_defaults(self) -> None:
-        """Sets what the caller's variables leave open: the demo's tasks, packages and the tracker."""
+        """Checks the caller's variables, and sets what they leave open: the demo's tasks, packages and the tracker."""
+        self.evaluation_flags()
         self.tasks = self.tasks or os.environ.get("TASKS") or ("scenes" if self.demo else "")
         os.environ.setdefault("EXTRAS", EXTRAS)
         os.environ.setdefault("REPORT_TO", "tensorboard")
@@ -53,12 +55,18 @@ class Comparison(Experiment):
 
     def evaluation(self, run: Run) -> Step:
         """Evaluates every task; finished ones are skipped."""
-        default = "--together --batch-size 8" if self.demo else ""  # two small tasks start faster together
-        flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
         words = ["llava.eval.evaluate", run.folder("finetune").resolve()]
         words += ["--tasks", self.tasks] if self.tasks else []
-        words += ["--output-dir", run.folder("eval").resolve(), *flags]
+        words += ["--output-dir", run.folder("eval").resolve(), *self.evaluation_flags()]
         return self.python(f"{run.name}, evaluation", run.folder("eval.log"), *words)
+
+    def evaluation_flags(self) -> list[str]:
+        """The flags of scripts/evaluate.sh from `EVALUATE_FLAGS`; raises ValueError for one that it does not have."""
+        default = "--together --batch-size 8" if self.demo else ""  # two small tasks start faster together
+        flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
+        if unknown := evaluate.parser().parse_known_args(["CKPT", *flags])[1]:
+            raise ValueError(f"EVALUATE_FLAGS: scripts/evaluate.sh has no {' '.join(unknown)}; see its --help")
+        return flags
 
     def own_questions(self, run: Run) -> Step:
         """The user's own questions."""

@@ -231,6 +231,7 @@ def test_every_step_in_order_a_killed_call_leaves_a_lock_and_a_rerun_resumes_or_
         (["--arms", "layernorm,none"], "baseline"),
         (["--tasks", "pope,popee"], "popee"),
         ("ANALYSIS=theorie", "ANALYSIS: expected some of"),
+        ("EVALUATE_FLAGS=--limt 8", "EVALUATE_FLAGS: scripts/evaluate.sh has no --limt 8"),
         ("ARMS=none,clip", "ARMS=none,clip: only the quickstart reads it"),
         ("OUTPUT_ROOT=elsewhere", "give --output-dir"),
     ],
