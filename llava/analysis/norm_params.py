@@ -95,7 +95,7 @@ def step_of(folder: str) -> int | None:
         return int(match[1])
     state, starts = _read_json(Path(folder, "trainer_state.json")), _read_json(Path(folder, RUN_FILE)).get("starts")
     best = starts and starts[-1]["configuration"]["training"].get("load_best_model_at_end")
-    return state.get("best_global_step" if best else "global_step")
+    return best and state.get("best_global_step") or state.get("global_step")  # without a best step the last one's
 
 
 def _read_json(file: Path) -> dict[str, Any]:

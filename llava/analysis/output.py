@@ -7,9 +7,10 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llava.utils.digests import revision
+from llava.utils.digests import fingerprint, revision
 from llava.utils.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot, looks
 from llava.utils.versions import git_commit, version_of
 
@@ -65,7 +66,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "llava.analysis", *args.argv]),
         "models": [{"name": m.name, "path": m.path, "revision": revision(m.path)} for m in args.models],
-        "data": data and {"path": str(data), "revision": revision(str(data))},
+        "data": data and {"path": str(data), "revision": fingerprint(Path(data)) if Path(data).exists() else None},
         "samples": getattr(args, "drawn", None),
         "left out": getattr(args, "left_out", ""),
         "seed": args.seed,

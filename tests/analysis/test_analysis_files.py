@@ -127,9 +127,9 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
 
 def test_the_step_is_that_of_the_best_weights_where_training_ended_with_them(tmp_path):
     path = save(tmp_path, {"mm_projector.0.weight": torch.ones(4)})
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 8, "best_global_step": 4}')
-    for best, step in ((False, 8), (True, 4)):
-        start = {"configuration": {"training": {"load_best_model_at_end": best}}}
+    for load_best, best, step in ((False, 4, 8), (True, 4, 4), (True, None, 8)):  # None: no finite metric
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 8, "best_global_step": best}))
+        start = {"configuration": {"training": {"load_best_model_at_end": load_best}}}
         (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
         assert step_of(path) == step
 
