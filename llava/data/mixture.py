@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from glob import glob
 from pathlib import Path
 
@@ -29,14 +30,14 @@ class Entry:
 
     data_path: str
     name: str
-    strategy: tuple[str, float, bool]
+    strategy: tuple[str, Decimal, bool]
     weight: float | None
     image_folder: str | None
 
     def chosen(self, total: int, seed: list[int]) -> np.ndarray:
         """The ascending indices of those of `total` records that are used; a share is rounded up as in LLaVA-NeXT."""
         kind, number, is_share = self.strategy
-        count = min(math.ceil(round(number * total / 100, 9)) if is_share else int(number), total)
+        count = min(math.ceil(number * total / 100) if is_share else int(number), total)
         if kind == "random":
             return np.sort(np.random.default_rng(seed).permutation(total)[:count])
         return np.arange(total - count, total) if kind == "end" else np.arange(count)
@@ -107,11 +108,11 @@ def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
     return Entry(data_path, name, _strategy(fields.get("sampling_strategy", "all")), weight, folder)
 
 
-def _strategy(text: object) -> tuple[str, float, bool]:
+def _strategy(text: object) -> tuple[str, Decimal, bool]:
     if text == "all":
-        return "first", 100, True
+        return "first", Decimal(100), True
     match = _STRATEGY.fullmatch(text) if isinstance(text, str) else None
-    number, is_share = (float(match[2]), bool(match[3])) if match else (0, False)
+    number, is_share = (Decimal(match[2]), bool(match[3])) if match else (Decimal(0), False)
     if match and (0 < number <= 100 if is_share else number >= 1 and number == int(number)):
         return match[1], number, is_share
     expected = "all, first:N, end:N or random:N; N a whole number from 1, or a percentage up to 100 as in random:25%"

@@ -15,6 +15,7 @@ from llava.conversation import get_template
 from llava.data import preflight as command
 from llava.data.errors import DataError
 from llava.data.images import ImageStore
+from llava.data.mixture import Entry, _strategy
 from llava.data.preflight import Rules, preflight, usable_records
 from llava.data.records import load_records, source_lines
 from llava.train.arguments import DataArguments
@@ -59,6 +60,12 @@ CATS, DOGS = {"json_path": "cats.jsonl"}, {"json_path": "dogs.jsonl"}
 def test_sampling_takes_what_llava_next_takes(place, strategy, expected):
     table = load_records(mixture(place, CATS | {"sampling_strategy": strategy}, DOGS))
     assert ids(table) == [f"cats-{i}" for i in expected] + [f"dogs-{i}" for i in range(50)]
+
+
+def test_a_percentage_is_of_the_number_as_it_is_written():
+    for percentage, total, expected in (("1.1", 3_000, 33), ("10.63", 40_000_000, 4_252_000)):
+        entry = Entry("cats.jsonl", "cats", _strategy(f"first:{percentage}%"), None, None)
+        assert len(entry.chosen(total, [])) == expected
 
 
 def test_random_sampling_follows_the_seed_and_keeps_the_files_order(place):
