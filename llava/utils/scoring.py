@@ -93,7 +93,7 @@ def _value(match: re.Match[str]) -> Decimal | None:
     return Decimal(sign + digits.replace(",", "")) / (100 if percent else 1)
 
 
-_UNIT = r"(?i:(\s*%|\s*per ?cent\b)|(\s*[a-z]+illion|\s*thousand)\b)"
+_UNIT = r"(?i:(\s*%|\s*per ?cent\b)|(\s*(?:[a-z]+illion|thousand|hundred)s?)\b)"
 _NUMBER = re.compile(rf"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*){_UNIT}?")
 _DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d{1,3})?")
 _FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")

@@ -55,6 +55,8 @@ READ = [
     (number, "12.3 %", Decimal("0.123")),
     (number, "10 percent", Decimal("0.1")),
     (number, "1.2 million", None),
+    (number, "2 millions", None),
+    (number, "3 hundred", None),
     (number, "3 cats and 3 dogs", 3),
     (number, "3 or 4", None),
     (number, "1,5", None),
