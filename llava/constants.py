@@ -1,7 +1,5 @@
 """Token names and indices that scripts, checkpoints and evaluation clients of the LLaVA family share."""
 
-from llava.utils import LOGDIR as LOGDIR
-
 IGNORE_INDEX = -100
 """Label of a position that the loss ignores."""
 
@@ -17,9 +15,3 @@ IMAGE_PLACEHOLDER = "<image-placeholder>"
 MAX_ASPECT_RATIO, MAX_SIDE = 100.0, 16384
 """Longer side over shorter side of a picture, and pixels of a side. A few bytes can name a picture of one pixel by
 millions, and resizing its shorter side to a tower's, or padding it to a square, would take all memory."""
-
-CONTROLLER_HEART_BEAT_EXPIRATION = 30
-"""Seconds without a heartbeat after which LLaVA's controller drops a worker."""
-
-WORKER_HEART_BEAT_INTERVAL = 15
-"""Seconds between heartbeats of LLaVA's workers."""

@@ -17,14 +17,14 @@ from llava.model.builder import load_pretrained_model
 IMPORTS = {
     "llava": "LlavaLlamaForCausalLM",
     "llava.constants": "IGNORE_INDEX IMAGE_TOKEN_INDEX DEFAULT_IMAGE_TOKEN DEFAULT_IM_START_TOKEN DEFAULT_IM_END_TOKEN "
-    "IMAGE_PLACEHOLDER DEFAULT_IMAGE_PATCH_TOKEN CONTROLLER_HEART_BEAT_EXPIRATION WORKER_HEART_BEAT_INTERVAL LOGDIR",
+    "IMAGE_PLACEHOLDER DEFAULT_IMAGE_PATCH_TOKEN",
     "llava.conversation": "conv_templates default_conversation SeparatorStyle Conversation",
     "llava.eval.m4c_evaluator": "EvalAIAnswerProcessor TextVQAAccuracyEvaluator",
     "llava.mm_utils": "get_model_name_from_path process_images tokenizer_image_token KeywordsStoppingCriteria "
     "expand2square process_anyres_image load_image_from_base64",
     "llava.model": "LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM",
     "llava.model.builder": "load_pretrained_model",
-    "llava.utils": "build_logger disable_torch_init rank0_print rank_print",
+    "llava.utils": "disable_torch_init rank0_print rank_print",
 }
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1, "max_new_tokens": 8, "use_cache": True}
 

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from upstream_package import run_program, unpacked_package
 
-from llava import utils
 from llava.eval import answer
 from llava.mm_utils import load_image_from_base64
 
@@ -248,15 +246,3 @@ def test_a_picture_in_base64_is_opened():
     Image.new("RGB", (2, 1), COLOURS["red"]).save(file, "PNG")
     opened = load_image_from_base64(base64.b64encode(file.getvalue()).decode())
     assert opened.size == (2, 1) and opened.getpixel((0, 0)) == COLOURS["red"]
-
-
-def test_a_logger_writes_its_file_once_and_leaves_the_terminal_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "LOGDIR", str(tmp_path / "logs"))
-    out = sys.stdout
-    for _ in range(2):
-        logger = utils.build_logger("a test", "a.log")
-    logger.info("one")
-    assert sys.stdout is out and (tmp_path / "logs/a.log").read_text().count("a test: one") == 1
-    for handler in list(logger.handlers):
-        handler.close()
-        logger.removeHandler(handler)
