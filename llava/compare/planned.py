@@ -119,10 +119,8 @@ class Planned(Experiment):
 
     def prepare(self) -> None:
         """The playground's inputs of the plan, for runs by the code and on the kind of device that it began on."""
-        for stage in STAGES:
-            own = {name: value for name, value in self.record["configuration"].items() if name.startswith(stage)}
-            recorded = {name.removeprefix(f"{stage}."): value for name, value in own.items()}
-            check_software(recorded, "recorded", "name another --output-dir")
+        recorded = {name.removeprefix(f"{STAGES[-1]}."): value for name, value in self.record["configuration"].items()}
+        check_software(recorded, "recorded", "name another --output-dir")
         kind = card().name if resolve_devices(os.environ).on_gpu else "cpu"
         hold(self.plan, self.folder, kind, self.record["configuration"].get(f"{STAGES[0]}.devices.kind", ""))
         numbers = [f"--{name.replace('_', '-')}={value}" for name, value in self.plan.pictures.items()]

@@ -43,9 +43,10 @@ class Comparison(Experiment):
     pictures_of_questions: Path | None = None
 
     def set_defaults(self) -> None:
-        """Checks the caller's variables, and sets what they leave open: the demo's tasks, packages and the tracker."""
+        """Checks the caller's variables, and sets what they leave open: tasks, measurements, packages, the tracker."""
         self.evaluation_flags()
         self.tasks = self.tasks or os.environ.get("TASKS") or ("scenes" if self.demo else "")
+        os.environ.setdefault("ANALYSIS", _ANALYSIS)
         os.environ.setdefault("EXTRAS", EXTRAS)
         os.environ.setdefault("REPORT_TO", "tensorboard")
 
@@ -93,7 +94,7 @@ class Comparison(Experiment):
         self.part("inputs", {"inputs": self.inputs(*([name] for name in self.prepared()))})
         self.part("stage 1, stage 2, evaluation", {run.name: self.lane(run) for run in self.runs})
         data, samples = os.environ.get("DATA"), os.environ.get("SAMPLES")
-        self.part("measurements, first seed", self.measurements(wanted_measurements(), data, samples))
+        self.part("measurements, first seed", self.measurements(os.environ["ANALYSIS"].split(), data, samples))
         self.report(self.folder)
         print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md")
 
@@ -141,11 +142,6 @@ def run(args: argparse.Namespace) -> None:
     experiment.run()
 
 
-def wanted_measurements() -> list[str]:
-    """The measurements that the caller's variable names, or else those of a comparison."""
-    return os.environ.get("ANALYSIS", _ANALYSIS).split()
-
-
 def comparison_of(args: argparse.Namespace) -> Comparison:
     """The comparison that the flags describe.
 
@@ -159,7 +155,7 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     comparison.set_defaults()
     if comparison.tasks:
         comparison.tasks = ",".join(task.name for task in choose(comparison.tasks))
-    if unknown := set(wanted_measurements()) - COMMANDS.keys():
+    if unknown := set(os.environ["ANALYSIS"].split()) - COMMANDS.keys():
         raise ValueError(f"ANALYSIS: expected some of {', '.join(COMMANDS)}; found {', '.join(sorted(unknown))}")
     if args.question_images and not args.questions:
         raise ValueError("--question-images needs --questions")
