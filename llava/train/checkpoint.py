@@ -309,17 +309,15 @@ def begin_run(args: TrainingArguments, settings: Settings) -> None:
     write_settings(folder, settings)
 
 
-def use_converted_states(checkpoint: str | None, args: TrainingArguments) -> None:
-    """Lets DeepSpeed's configuration say so if its states were written by another number of ranks, and converted."""
-    if not args.deepspeed or not checkpoint:
-        return
+def has_converted_states(checkpoint: str | Path, args: TrainingArguments) -> bool:
+    """Whether DeepSpeed's states in a checkpoint were written by another number of ranks, and converted for any.
+
+    Raises ValueError if they were not converted.
+    """
     ranks = json.loads(Path(checkpoint, SETTINGS_FILE).read_text())["settings"]["world_size"]
-    if ranks == args.world_size:
-        return
-    if not Path(checkpoint, "latest_universal").is_file():
+    if ranks != args.world_size and not Path(checkpoint, "latest_universal").is_file():
         raise ValueError(
             f"{checkpoint} was written by {ranks} ranks, and now there are {args.world_size}; convert its "
             "states by DeepSpeed's ds_to_universal (docs/clusters.md, Another number of GPUs), and rerun the command"
         )
-    config = args.hf_deepspeed_config.config
-    config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
+    return ranks != args.world_size

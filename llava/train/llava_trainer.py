@@ -35,6 +35,7 @@ from llava.train.checkpoint import (
     check_disk,
     clear_place,
     finish_run,
+    has_converted_states,
     load_weights,
     save_adapter,
     trains_adapter_only,
@@ -354,7 +355,7 @@ class LLaVATrainer(Trainer):
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
             engine: Any = self.model_wrapped  # which may have begun with a converted checkpoint
-            engine._config.load_universal_checkpoint = (best / "latest_universal").is_file()
+            engine._config.load_universal_checkpoint = has_converted_states(best, self.args)
             deepspeed_load_checkpoint(engine, str(best))
         else:
             load_weights(best, self.model)

@@ -22,7 +22,7 @@ from llava.model.lora import has_lora
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.build import build_model, build_trainer, training_tokenizer
-from llava.train.checkpoint import begin_run, choose_start, held_folder, use_converted_states
+from llava.train.checkpoint import begin_run, choose_start, has_converted_states, held_folder
 from llava.train.checks import QUARANTINE, check_flags, checked_eval_records, checked_records
 from llava.train.distributed import check_nodes, joined, leave_process_group, on_first, use_gloo_backend
 from llava.train.llava_trainer import LLaVATrainer
@@ -78,7 +78,8 @@ def train_in_folder(
         if tower := settings["vision_tower_files"]:
             warn_of_other_base(adapter, str(model_args.vision_tower), tower, "vision_tower_files")
     set_seed(training_args.seed)
-    use_converted_states(start.checkpoint, training_args)
+    if training_args.deepspeed and start.checkpoint and has_converted_states(start.checkpoint, training_args):
+        training_args.hf_deepspeed_config.config.setdefault("checkpoint", {})["load_universal"] = True
     model = build_model(model_args, data_args, training_args)
     process = {"settings": settings, "watchdog": watchdog, "stop_signal": stop_signal}
     trainer = build_trainer(model, records, model_args, data_args, training_args, tokenizer, eval_records, **process)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, write_tiny
 from training import LORA, build, flags, logged, same
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from llava.compare.planned import DIVERGED
 from llava.train import checkpoint
@@ -28,7 +29,7 @@ from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import COMPLETE, check_settings, find_checkpoint, folder_faults, load_weights
 from llava.train.llava_trainer import LLaVATrainer, NonFiniteError, poisoned
 from llava.train.run_record import write_settings
-from llava.train.telemetry import LOG_FILE
+from llava.train.telemetry import LOG_FILE, JsonlCallback
 from llava.utils import failures
 from llava.utils.failures import PHASES, REQUEUE_EXIT_CODE, Watchdog
 from llava.utils.locks import training_lock
@@ -229,6 +230,32 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     assert f"{copy / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
     assert "changed within the run: gradient_accumulation_steps: checkpoint 1, now 2" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
+
+
+def test_the_best_states_of_another_number_of_ranks_are_loaded_once_they_are_converted(tmp_path, monkeypatch):
+    engine, load = SimpleNamespace(_config=SimpleNamespace()), "llava.train.llava_trainer.deepspeed_load_checkpoint"
+    monkeypatch.setattr(load, lambda engine, folder: asked.append(engine._config.load_universal_checkpoint))
+    flags = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="loss")
+    args = SimpleNamespace(output_dir=tmp_path, world_size=1)
+    trainer = SimpleNamespace(flags=flags, args=args, is_deepspeed_enabled=True, model_wrapped=engine)
+    trainer.state = TrainerState(best_global_step=2, best_metric=1.0)
+    (best := tmp_path / "checkpoint-2").mkdir()
+    asked: list[bool] = []
+    write_settings(best, {"world_size": 1})
+    LLaVATrainer.load_best(trainer)
+    write_settings(best, {"world_size": 2})
+    with pytest.raises(ValueError, match="checkpoint-2 was written by 2 ranks, and now there are 1; convert"):
+        LLaVATrainer.load_best(trainer)
+    (best / "latest_universal").touch()
+    LLaVATrainer.load_best(trainer)
+    assert asked == [False, True]
+
+
+def test_a_damaged_line_of_the_log_is_named_with_its_file(tmp_path):
+    (tmp_path / LOG_FILE).write_text('{"step": 1}\n{"step": 2, "lo\n')
+    args, state = SimpleNamespace(output_dir=tmp_path), TrainerState(global_step=2)
+    with pytest.raises(ValueError, match=f"{tmp_path / LOG_FILE}: a line is damaged .*Unterminated"):
+        JsonlCallback().on_train_begin(args, state, None)
 
 
 def test_means_over_micro_batches_do_not_go_on_with_micro_batches_of_another_size(tmp_path):
@@ -484,6 +511,11 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
     assert ends and ends[0] == failures.HANG_EXIT_CODE
     assert "test_rank_without_progress" in capfd.readouterr().err
     assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
+
+
+@pytest.mark.parametrize(("hang_timeout", "least"), [(0, 10**6), (3600, 4200)])
+def test_collectives_wait_longer_than_a_rank_may_hang(tmp_path, hang_timeout, least):
+    assert TrainingArguments(output_dir=str(tmp_path), hang_timeout=hang_timeout).ddp_timeout >= least
 
 
 def test_time_in_which_the_process_was_stopped_is_no_hang():
