@@ -164,8 +164,12 @@ def test_either_stage_resumes_exactly_under_either_zero(tiny, tmp_path, stage, c
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(tiny, tmp_path):
+def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_its_best_weights(tiny, tmp_path):
+    """The best checkpoint is the last one, of DeepSpeed's own form, while the run began with a converted one."""
+    (tmp_path / "held.json").write_text(json.dumps(json.loads((tiny / "data/finetune.json").read_text())[:2]))
     options = COMPARABLE | {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"load_best_model_at_end": True}
     launch(flags(tiny, tmp_path / "whole", 2, **options), "zero3", tmp_path)
     (tmp_path / "resumed").mkdir()
     (tmp_path / "whole/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
@@ -177,6 +181,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(tiny, tmp_path):
     subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words], check=True)
     output = launch(argv, "zero3", tmp_path, count=1)
     assert "changed within the run: world_size: checkpoint 2, now 1" in output
+    assert f"the final folder gets {tmp_path}/resumed/checkpoint-2" in output
     assert_same(tmp_path / "resumed", tmp_path / "whole")
 
 
