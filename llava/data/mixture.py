@@ -109,12 +109,10 @@ def _entry(path: Path, fields: object, before: list[Entry]) -> Entry:
 
 
 def _strategy(text: object) -> tuple[str, Decimal, bool]:
-    if text == "all":
-        return "first", Decimal(100), True
-    match = _STRATEGY.fullmatch(text) if isinstance(text, str) else None
-    number, is_share = (Decimal(match[2]), bool(match[3])) if match else (Decimal(0), False)
-    if match and (0 < number <= 100 if is_share else number >= 1 and number == int(number)):
-        return match[1], number, is_share
+    if match := _STRATEGY.fullmatch("first:100%" if text == "all" else str(text)):
+        number, is_share = Decimal(match[2]), bool(match[3])
+        if 0 < number <= 100 if is_share else number >= 1 and number == int(number):
+            return match[1], number, is_share
     expected = "all, first:N, end:N or random:N; N a whole number from 1, or a percentage up to 100 as in random:25%"
     raise ValueError(f"'sampling_strategy' is {text!r:.80}; expected {expected}")
 
