@@ -91,6 +91,15 @@ def test_a_plan_that_changed_after_the_first_run_is_refused(plan_with, tmp_path)
         assert plan.digest[:12] in str(refused.value) and other.digest[:12] in str(refused.value)
 
 
+def test_a_seed_is_not_trained_by_other_code_than_the_recorded_seeds(plan_with, tmp_path, monkeypatch):
+    monkeypatch.setattr(Planned, "part", lambda *_: None)
+    plan = plan_with()
+    study = Planned(plan.preset, plan.arms, plan.seeds, tmp_path, plan=plan)
+    study.record["configuration"] = {"finetune.code.digest": "a", "answers.versions.torch": "0"}
+    with pytest.raises(ValueError, match=r"code.digest: 'a' \(recorded\), .* \(now\)\nRestore that state, or name"):
+        study.prepare()
+
+
 def test_a_plan_that_began_on_one_kind_of_device_is_not_continued_on_another(plan_with, tmp_path):
     plan = plan_with()
     for kind in ("", "NVIDIA H200", "", "NVIDIA H200"):
