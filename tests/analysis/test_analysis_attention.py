@@ -291,6 +291,13 @@ def test_one_shared_update_is_predicted_exactly():
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
 
 
+@pytest.mark.parametrize("phi", [0.3, 1.0, np.pi / 2, 2.0, 2.8])
+def test_angular_velocity_is_the_angle_of_the_moved_vector(phi):
+    for norm, update in ((60.0, 0.1), (3.0, 1.0), (0.8, 5.0)):  # the last one is turned back beyond a right angle
+        moved = np.array([norm + update * np.cos(phi), update * np.sin(phi)])
+        assert theory.angular_velocity(norm, update, phi) == pytest.approx(_angle(np.array([norm, 0.0]), moved))
+
+
 def _angle(a, b):
     return np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
