@@ -1,4 +1,4 @@
-"""The plugin for vLLM, without vLLM: what its entry point registers, and that every arm's norm ends the projector.
+"""The plugin for vLLM, without vLLM: what its entry point registers.
 
 `bash tests/nightly/serving/run.sh` tests it in a real server.
 """
