@@ -160,21 +160,6 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts(resolved):
     assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
 
 
-def test_demo_preset_is_one_plain_process_on_a_cpu(resolved):
-    stage1, stage2 = (resolved(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
-    for run in (stage1, stage2):
-        assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
-        assert "deepspeed" not in run["flags"]
-        assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml_direct")
-        assert run["flags"]["warmup_ratio"] == "0.12"
-    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["68", "70"]
-    assert [run["flags"]["per_device_train_batch_size"] for run in (stage1, stage2)] == ["16", "8"]
-    rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
-    assert rates == ["2e-4", "2e-3", "1e-4"]
-    own = resolved("finetune", "--warmup_steps", "9", PRESET="demo", NUM_GPUS=0, WARMUP_RATIO="", LORA="off")["flags"]
-    assert "warmup_ratio" not in own and "lora_enable" not in own
-
-
 def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
     run = resolved("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
@@ -188,6 +173,8 @@ def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     without = resolved("finetune", "--deepspeed", "", "--output_dir", "a/b", NUM_GPUS=1)
     assert without["launcher"] == "python" and "deepspeed" not in without["flags"]
     assert (without["flags"]["output_dir"], without["flags"]["run_name"]) == ("a/b", "b")
+    own = resolved("finetune", "--warmup_steps", "9", PRESET="demo", NUM_GPUS=0, WARMUP_RATIO="", LORA="off")["flags"]
+    assert not {"warmup_ratio", "lora_enable", "deepspeed"} & own.keys()
 
 
 # --- what a call shows and refuses ------------------------------------------------------------------------------------
