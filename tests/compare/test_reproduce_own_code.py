@@ -14,7 +14,6 @@ import pytest
 import torch
 from data_files import encoded
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
 
 from llava.analysis.__main__ import main
 from llava.compare.reproduce import MODELS
@@ -54,16 +53,16 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measure(folders, tmp_path_factory):
-    """A function from a command, a model and a file to the file's rows."""
+    """A function from a model to the rows of `interface-norms`."""
     root = tmp_path_factory.mktemp("measured")
     (root / "data").mkdir()
     (root / "data/a.parquet").write_bytes(shard())
 
-    def rows(command, model, file=None):
-        words = [command, "--model", f"{model}={folders[model]}", "--data", str(root / "data"), "--samples", "4"]
-        words += ["--device", "cpu", "--trust-remote-code", "--output-dir", str(root / model)]
+    def rows(model):
+        words = ["interface-norms", "--model", f"{model}={folders[model]}", "--data", str(root / "data")]
+        words += ["--samples", "4", "--device", "cpu", "--trust-remote-code", "--output-dir", str(root / model)]
         assert main(words) == 0
-        return json.loads((root / model / f"{file or command}.json").read_text())["rows"]
+        return json.loads((root / model / "interface-norms.json").read_text())["rows"]
 
     return rows
 
@@ -78,114 +77,54 @@ def patches_of(picture: np.ndarray, mean: float, std: float) -> torch.Tensor:
     return torch.from_numpy(pixels.reshape(rows, 4, columns, 4, 3).transpose(0, 2, 4, 1, 3).copy())
 
 
-class Seen:
-    """What passed through the parts of a tiny model, one picture after the other, by hooks on its modules."""
-
-    def __init__(self, model, encoder: str, projector: str | None = None, layers: str | None = None):
-        self.features, self.projected, self.cosines = [], [], []
-        model.get_submodule(encoder).register_forward_hook(lambda m, a, out: self.features.append(out))
-        if projector:
-            model.get_submodule(projector).register_forward_hook(self.project)
-        for layer in model.get_submodule(layers) if layers else ():
-            layer.register_forward_hook(self.turn, with_kwargs=True)
-
-    def project(self, module, args, out) -> None:
-        if not (torch.is_tensor(args[0]) and args[0].dtype == torch.long):  # Ovis' markers
-            self.projected.append(out)
-
-    def turn(self, module, args, kwargs, out) -> None:
-        before, after = args[0][0], (out if torch.is_tensor(out) else out[0])[0]
-        self.cosines.append(torch.cosine_similarity(before[self.visual], after[self.visual], dim=-1))
+def by_moonvit(tower: torch.nn.Module) -> list[list[torch.Tensor]]:
+    """What the tower gives for each picture alone: a list of one tensor [G, 4, E]."""
+    grids = [patches_of(picture, 0.5, 0.5) for picture in pictures()]
+    return [tower(patches.flatten(0, 1), torch.tensor([patches.shape[:2]])) for patches in grids]
 
 
-def moments(tensors) -> dict[str, float]:
+def close(row: dict, tensors) -> bool:
+    """Whether a row has mean and standard deviation of the norms of these tokens."""
     norms = torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]).norm(dim=-1)
-    return {"mean": norms.mean().item(), "std": norms.std(correction=0).item()}
-
-
-def layer_means(seen: Seen, layers: int) -> list[float]:
-    """Per layer the mean cosine of visual tokens."""
-    return [torch.cat(seen.cosines[layer::layers]).mean().item() for layer in range(layers)]
-
-
-@pytest.fixture(scope="module")
-def kimi(folders):
-    """What passes through the tiny Kimi-VL in float64."""
-    model = own.kimi_vl().double()
-    model.language_model.set_experts_implementation("eager")  # the default has no float64
-    seen = Seen(model, "vision_tower.encoder.final_layernorm", "multi_modal_projector", "language_model.model.layers")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["Kimi-VL"])
-    for picture in pictures():
-        patches = patches_of(picture, 0.5, 0.5)
-        grid = torch.tensor([patches.shape[:2]])
-        pads = "<|media_pad|>" * (int(grid.prod()) // 4)
-        text = f"<|media_start|>image<|media_content|>{pads}<|media_end|>{QUESTION}\nanswer:"
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        seen.visual = ids[0] == model.config.media_placeholder_token_id
-        with torch.no_grad():
-            model(ids, torch.ones_like(ids), pixel_values=patches.flatten(0, 1), image_grid_hws=grid, use_cache=False)
-    return model, seen
-
-
-@pytest.fixture(scope="module")
-def ovis(folders):
-    """What passes through the tiny Ovis 2.5 in float64."""
-    model = own.ovis2_5(folders["Ovis2.5"]).double()
-    seen = Seen(model, "visual_tokenizer.vit.vision_model.layers.1", "vte", "llm.model.layers")
-    for picture in pictures():
-        patches = patches_of(picture, own.MEAN["image_mean"][0], own.MEAN["image_std"][0])
-        rows, columns = patches.shape[:2]
-        squares = patches.reshape(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 3)
-        text = [model.text_tokenizer(part).input_ids for part in ("", f"{QUESTION}\nanswer:")]
-        ids = torch.tensor([[*text[0], -301, *[-300] * (rows * columns // 4), -302, *text[1]]])
-        seen.visual = ids[0] == -300
-        with torch.no_grad():
-            grid = torch.tensor([[1, rows, columns]])
-            model(ids, torch.ones_like(ids), squares, grid, use_cache=False)
-    return model, seen
-
-
-def close(row: dict, expected: dict[str, float]) -> bool:
+    expected = {"mean": norms.mean().item(), "std": norms.std(correction=0).item()}
     return all(row[name] == pytest.approx(value, rel=2e-4) for name, value in expected.items())
 
 
 # --- what the paper's items measure -----------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def test_moonvit_is_measured_alone_after_its_last_norm(measure):
-    model = own.moonvit().double()
-    seen = Seen(model, "encoder.final_layernorm")
-    for picture in pictures():
-        patches = patches_of(picture, 0.5, 0.5)
-        with torch.no_grad():
-            model(patches.flatten(0, 1), torch.tensor([patches.shape[:2]]))
-    (row,) = measure("interface-norms", "MoonViT-SO-400M")
-    assert row["norms of"] == "encoder tokens" and close(row, moments(seen.features))
-    assert row["mean (paper)"] == 72.17
+    (row,) = measure("MoonViT-SO-400M")
+    assert row["norms of"] == "encoder tokens" and row["mean (paper)"] == 72.17
+    assert close(row, [tokens for (tokens,) in by_moonvit(own.moonvit().double())])
 
 
-def test_kimi_vl_is_measured_before_and_after_its_projector(measure, kimi):
-    model, seen = kimi
-    rows = {row["norms of"]: row for row in measure("interface-norms", "Kimi-VL")}
-    assert close(rows["encoder tokens"], moments(seen.features))
-    assert close(rows["visual tokens after the projector"], moments(seen.projected))
-    assert close(rows["text embedding matrix"], moments([model.get_input_embeddings().weight]))
+@torch.no_grad()
+def test_kimi_vl_is_measured_before_and_after_its_projector(measure):
+    model, rows = own.kimi_vl().double(), {row["norms of"]: row for row in measure("Kimi-VL")}
+    features = by_moonvit(model.vision_tower)
+    assert close(rows["encoder tokens"], [tokens for (tokens,) in features])
+    for place in ("after the projector", "entering the LLM"):
+        assert close(rows[f"visual tokens {place}"], map(model.multi_modal_projector, features))
+    assert close(rows["text embedding matrix"], [model.get_input_embeddings().weight])
     assert rows["visual tokens after the projector"]["mean (paper)"] == 4.78
 
 
-def test_ovis_visual_and_text_vocabularies_are_measured(measure, ovis):
-    model, seen = ovis
-    rows = {row["norms of"]: row for row in measure("interface-norms", "Ovis2.5")}
-    assert close(rows["visual vocabulary"], moments([model.vte.weight]))
-    assert close(rows["text embedding matrix"], moments([model.get_wte().weight]))
-    assert close(rows["encoder tokens"], moments(seen.features))
-    assert close(rows["visual tokens after the projector"], moments(seen.projected))
+@torch.no_grad()
+def test_ovis_visual_and_text_vocabularies_are_measured(measure, folders):
+    model, rows = own.ovis2_5(folders["Ovis2.5"]).double(), {row["norms of"]: row for row in measure("Ovis2.5")}
+    features, projected = [], []
+    for picture in pictures():
+        patches = patches_of(picture, own.MEAN["image_mean"][0], own.MEAN["image_std"][0])
+        height, width = patches.shape[:2]
+        squares = patches.reshape(height // 2, 2, width // 2, 2, -1).transpose(1, 2).flatten(0, 3)
+        grid = torch.tensor([[1, height, width]])
+        features.append(model.visual_tokenizer.vit(squares, grid).hidden_states[-1])
+        projected.append(model.vte(model.visual_tokenizer(squares, grid)))
+    assert close(rows["visual vocabulary"], [model.vte.weight])
+    assert close(rows["text embedding matrix"], [model.get_wte().weight])
+    assert close(rows["encoder tokens"], features)
+    for place in ("after the projector", "entering the LLM"):
+        assert close(rows[f"visual tokens {place}"], projected)
     assert rows["visual vocabulary"]["mean (paper)"] == 64
-
-
-@pytest.mark.parametrize("model", ["Ovis2.5", "Kimi-VL"])
-def test_update_rates_show_how_far_visual_tokens_turn(measure, model, request):
-    seen = request.getfixturevalue({"Ovis2.5": "ovis", "Kimi-VL": "kimi"}[model])[1]
-    rows = [row for row in measure("update-rates", model, "update-rates-layers") if row["tokens"] == "visual"]
-    cosines = [row["cosine mean with sinks"] for row in rows if "cosine mean with sinks" in row]
-    assert cosines == pytest.approx(layer_means(seen, 3), rel=2e-4)
