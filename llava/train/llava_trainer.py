@@ -1,7 +1,7 @@
 """The Hugging Face Trainer with LLaVA's optimizer groups, steps of several micro-batches, and checkpoint layout.
 
 Everything that depends on the inside of the library's Trainer is in this file. It was read from transformers 5.17 and
-5.23; `tests/train/test_trainer_library.py` fails when a release changes the parameters of a method that it relies on.
+5.23.
 """
 
 import contextlib
