@@ -1,13 +1,15 @@
-"""`scripts/reproduce.sh`: what an item fetches from a hub, refuses, trains, measures and writes, with tiny models."""
+"""`scripts/reproduce.sh`: what an item would fetch, refuses, trains, measures and writes, with tiny models."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
-import hub_server
 import pytest
 from comparison_runs import Caller
+from huggingface_hub import DryRunFileInfo
+from huggingface_hub.utils import filter_repo_objects
 from paths import ROOT
 from shell import only
 from warm_python import warm_python
@@ -22,48 +24,26 @@ from llava.launch.settings import NAMES
 
 LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwen2.5-VL": "llama_tied"}
 DATA = ["llava-558k", "llava-next"]
-
-
-@pytest.fixture
-def hub(tiny):
-    """A hub with tiny models under their published names."""
-    with hub_server.serve() as hub:
-        for name, source in LLMS.items():
-            repository = MODELS[name]
-            files = {path.name: path.read_bytes() for path in (tiny / source).iterdir()}
-            files["pytorch_model.bin"] = b"not needed"
-            hub.models[repository] = hub_server.Repository(repository, files)
-        yield hub
-
-
-@pytest.fixture
-def reproduce(hub, tmp_path):
-    """A function that runs the script."""
-
-    def run(*words, **extra):
-        env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": tmp_path}
-        env |= {"HF_HUB_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-        command = ["bash", "scripts/reproduce.sh", *map(str, words), "--output-dir", str(tmp_path / "out")]
-        return subprocess.run(command, cwd=ROOT, env=only(**env | extra), capture_output=True, text=True, timeout=240)
-
-    run.out = tmp_path / "out"
-    return run
+COMMIT = f"{1:040x}"
 
 
 @pytest.mark.slow
-def test_an_item_is_fetched_measured_and_compared_and_a_rerun_needs_no_hub(hub, reproduce):
-    done = reproduce("table6")
+def test_an_item_of_models_in_the_hubs_cache_is_measured_and_compared_by_the_script(tiny, tmp_path):
+    for name, source in LLMS.items():
+        repository = tmp_path / f"hub/models--{MODELS[name].replace('/', '--')}"
+        shutil.copytree(tiny / source, repository / "snapshots" / COMMIT)
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(COMMIT)
+    env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_HUB_CACHE": tmp_path / "hub", "HF_HUB_OFFLINE": 1}
+    env |= {"HOME": tmp_path, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "scripts/reproduce.sh", "table6", "--output-dir", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, env=only(**env), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (reproduce.out / "table6/index.md").read_text().replace("\\", "")
+    page = (tmp_path / "out/table6/index.md").read_text().replace("\\", "")
     assert "| measured | paper | ours | difference |" in page
     assert re.search(r"\| Qwen2-7B, .*: mean \| 0.6908 \| [\d.]+ \| [-\d.]+ \|", page)
     assert "![embedding-norms](embedding-norms.png)" in page
-    assert f"| Qwen/Qwen2-7B-Instruct | {1:040x} |" in page
-    assert "GET pytorch_model.bin" not in hub.received
-    hub.received.clear()
-    again = reproduce("table6", HF_HUB_OFFLINE=1)
-    assert again.returncode == 0 and not hub.received, again.stderr
-    assert f"{1:040x}" in (reproduce.out / "table6/index.md").read_text().replace("\\", "")
+    assert f"| Qwen/Qwen2-7B-Instruct | {COMMIT} |" in page
 
 
 def test_rows_have_the_papers_number_ours_and_the_difference(tmp_path):
@@ -93,34 +73,29 @@ def test_scores_are_compared_for_the_papers_models_and_shown_for_others():
     assert nine[-1] == number("mine, none: mean", 68.49, 90.0) and len(nine) == 10
 
 
-class Large(bytes):
-    """A file of which only the size is asked."""
-
-    def __len__(self) -> int:
-        return 14 * 10**9
-
-
 @pytest.fixture
-def whole_hub(tmp_path, monkeypatch):
-    """A hub with every repository of the items, which this process takes for the hub; nothing is downloaded yet."""
+def hub(tmp_path, monkeypatch):
+    """A hub whose repositories have a file of 14 GB that is needed and one that is not; nothing may be downloaded."""
     for name in (*NAMES, "MAX_STEPS", "IMAGE_FOLDER", "EXTRAS", "REPORT_TO", "DATA", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # restored after the test, whatever a command sets
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home/hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # As in a new checkout, whatever this one has below playground/data.
     monkeypatch.setattr(reproduce_module, "missing_data", lambda recipes: DATA[: len(recipes)])
-    with hub_server.serve() as hub:
-        weights = {"model.safetensors": Large()}
-        for name in MODELS.values():
-            hub.models[name] = hub_server.Repository(name, dict(weights))
-        files = ("en/dev-0.parquet", "data/a.parquet", "a.parquet")
-        for name, file in zip(BENCHMARKS, files, strict=True):
-            hub.models[name] = hub_server.Repository(name, {file: Large()})
-        hub_server.use(hub, monkeypatch)
-        yield hub
+    samples = dict(zip(BENCHMARKS, ("en/dev-0.parquet", "data/a.parquet", "a.parquet"), strict=True))
+
+    def listed(repository, *, dry_run, allow_patterns, repo_type="model"):
+        assert dry_run and repo_type == ("dataset" if repository in samples else "model")
+        names = (samples.get(repository, "model.safetensors"), "pytorch_model.bin")
+        facts = {"commit_hash": COMMIT, "is_cached": False, "will_download": True, "local_path": ""}
+        needed = filter_repo_objects(names, allow_patterns=allow_patterns)
+        return [DryRunFileInfo(filename=name, file_size=14 * 10**9, **facts) for name in needed]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", listed)
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
@@ -128,7 +103,7 @@ def whole_hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["table3", "table4"])
-def test_every_dry_run_says_sizes_and_what_would_run(whole_hub, tmp_path, capsys, item):
+def test_every_dry_run_says_sizes_and_what_would_run(hub, tmp_path, capsys, item):
     assert main(["reproduce", item, "--dry-run", "--output-dir", str(tmp_path / "out/reproduce")]) == 0
     shown, of = capsys.readouterr().out, ITEMS[item]
     rows = {line.split()[1]: line for line in shown.splitlines() if line.split()[-2:] == ["14.00", "14.00"]}
@@ -143,11 +118,11 @@ def test_every_dry_run_says_sizes_and_what_would_run(whole_hub, tmp_path, capsys
     for name in {*of.models} & {*OWN_CODE}:
         assert f"note: {name}: code of its own repository" in shown
     assert ("llava.eval.evaluate " in shown) == (item == "table4")
-    assert not (tmp_path / "out").exists() and not [name for name in whole_hub.received if name.startswith("GET")]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_scores_that_need_a_token_are_refused_before_anything_is_trained(whole_hub, tmp_path, monkeypatch, capsys):
+def test_scores_that_need_a_token_are_refused_before_anything_is_trained(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no"))
     words = ["reproduce", "table4", "--preset", "qwen2.5-7b", "--output-dir", str(tmp_path / "out/reproduce")]
