@@ -168,11 +168,13 @@ def textvqa() -> list[dict]:
     return rows(YES_NO, lambda i, _, target: {"question_id": i, "answers": [target] * 10}, question=WARM_COLOUR)
 
 
-def hellaswag(labels: list[int]) -> list[dict]:
+def hellaswag() -> list[dict]:
+    """Every question with each of its four endings as the right one."""
     return [
         {"ind": i, "activity_label": activity, "ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
         | {"endings": endings, "source_id": str(i), "label": str(label), "split": "val", "split_type": "indomain"}
-        for i, ((activity, first, second, endings), label) in enumerate(zip(HELLASWAG, labels, strict=True))
+        for i, (activity, first, second, endings) in enumerate(HELLASWAG)
+        for label in range(4)
     ]
 
 
