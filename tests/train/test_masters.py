@@ -1,13 +1,12 @@
-"""16-bit weights with fp32 masters: gradients add up in fp32, no small step is lost, and losses are those of fp32."""
+"""16-bit weights with fp32 masters: gradients add up in fp32, and no small step is lost."""
 
 import pytest
 import torch
-from data_files import write_varied
 from torch import nn
-from training import build, flags, losses, run
+from training import build, flags, run
 
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.optim import MasterWeights, load_masters
+from llava.train.optim import MasterWeights, load_masters, updated_parameters
 
 
 def small(dtype=torch.bfloat16):
@@ -101,35 +100,20 @@ def test_trained_weights_but_the_projectors_are_bf16_and_updated_in_fp32(tiny, t
     assert {dtypes[name] for name in projector} == {torch.float32}
     assert {dtypes[name] for name in dtypes.keys() - projector} == {torch.bfloat16}
     optimizer = trainer.create_optimizer()
-    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
-
-
-def trained(tiny, folder, data, **options):
-    run(tiny, folder, 2, max_steps=200, data_path=data, warmup_steps=10, learning_rate=3e-5, **options)
-    return torch.tensor(losses(folder))
-
-
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_the_loss_of_200_steps_is_that_of_fp32(tiny, tmp_path):
-    """Within 1e-3 of each step's loss; bf16 weights without masters lose the small steps and end well above it."""
-    data = write_varied(tiny, tmp_path / "data.json")
-    options = {"telemetry_steps": 0}
-    exact = trained(tiny, tmp_path / "fp32", data, **options)
-    ours = trained(tiny, tmp_path / "bf16", data, bf16=True, **options)
-    assert exact[-20:].mean() < exact[:20].mean() - 0.01  # something was learnt
-    assert ((ours - exact).abs() / exact).max() < 1e-3
+    updated = updated_parameters(optimizer)
+    assert {p.dtype for p in updated} == {torch.float32}
+    assert len(updated) == sum(p.requires_grad for p in model.parameters())
 
 
 def test_a_step_that_is_not_finite_leaves_masters_and_model(tiny, tmp_path, monkeypatch):
     taken = []
 
     def keep(self, *args, **kwargs):
-        taken.append([p.detach().clone() for p in self.model.parameters()])
+        taken.append([p.detach().clone() for p in self.model.parameters() if p.dtype == torch.bfloat16])
         loss = training_step(self, *args, **kwargs)
         if len(taken) == 2:
-            for group in self.optimizer.param_groups:
-                group["params"][0].grad.fill_(torch.nan)
+            own, updated = set(self.model.parameters()), updated_parameters(self.optimizer)
+            next(p for p in updated if p not in own).grad[0] = torch.nan  # a master's alone
         return loss
 
     training_step = LLaVATrainer.training_step
