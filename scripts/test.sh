@@ -6,7 +6,7 @@
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs,trl}" # eval for the stock harnesses, docs for the site
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,trl}" # eval for the stock harnesses
 ensure_environment
 
 # No test needs the model hub; without it they behave the same on every machine.

@@ -13,7 +13,7 @@ for part in "$@"; do
   [[ " $PARTS " == *" $part "* ]] || die "$part is not one of: $PARTS"
 done
 : "${OUTPUT_DIR:=outputs/test_all}"
-export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs,trl}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,trl}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ensure_environment
 mkdir -p "$OUTPUT_DIR"
 

@@ -147,20 +147,6 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """The folder of the built site; broken links, anchors and docstrings end the build."""
-    for module in ("mkdocs", "material", "mkdocstrings"):
-        pytest.importorskip(module, reason=f"{module} is not installed (EXTRAS=docs bash scripts/setup.sh)")
-    from paths import ROOT
-
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder
-
-
-@pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel, built from the source distribution, which is made from nothing but `sources`."""
     from paths import ROOT
