@@ -17,7 +17,6 @@ from shell import new_lines, only
 from llava.compare.runs import Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.launch.recipe import STAGES
-from llava.train.run_record import adapter_digest
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE
 
@@ -30,49 +29,26 @@ def write_run(root: Path, seed: int | None, arm: str, right: float, **options) -
     Args:
         options: `answer` (text of wrong answers), `tasks` (number of questions by name), `model` (path of the LLM).
     """
-    run = Run(root, seed, arm)
+    run, adapter = Run(root, seed, arm), None
     norm = arm.removesuffix("@default").removesuffix("-fixed")
     projector, norm = (arm, "none") if arm.endswith("mlp2x_gelu") else ("mlp2x_gelu", norm)
     for stage in STAGES:
-        folder = run.folder(stage)
-        folder.mkdir(parents=True)
-        (folder / "mm_projector.bin").write_text(f"{seed} {arm} {stage}")
-        config = {"hidden_size": 8, "mm_projector_norm": norm, "mm_conv_version": "chatml"}
-        (folder / "config.json").write_text(json.dumps(config))
-        model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
-        model["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
-        model["mm_projector_norm_init"] = "default" if arm.endswith("@default") else "text_norm"
-        model["mm_projector_type"] = projector
-        model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
-        training = {
-            "seed": seed,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.0,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 1,
-        }
-        start = {
-            "model": model,
-            "data": {"data_path": f"{stage}.json", "image_folder": "here", "records": "abc", "pictures": "def"},
-            "training": training,
-            "adapter": adapter_digest(model["pretrain_mm_mlp_adapter"]),
-            "order": f"order-{seed}",
-            "initial_weights": {
-                "mm_language_model": "x",
-                "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' or projector == arm else ''}",
-            },
-            "code": {"digest": "d", "commit": "c0ffee"},
-            "versions": {"torch": "0.1.0"},  # which nobody has installed
-            "devices": {"ranks": 1, "kind": "cpu"},
-        }
-        provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/", "machine": "a CPU"}
-        record = {"format": 1, "starts": [{"configuration": start, "provenance": provenance}]}
-        (folder / RUN_FILE).write_text(json.dumps(record))
-        (folder / DONE).touch()
-        step = {"samples_per_second": 4.0, "tokens_per_second": 400.0, "peak_memory_gib": 2.0}
-        norms = {"norm/llm_input": 3.0, "norm/text_embeddings": 3.0, "grad_norm": 1.0, "grad_norm/llm_input": 0.1}
-        lines = [{"step": i, "loss": 3 / i} | step | norms for i in range(1, 6)]
-        (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        flags = {"output_dir": run.folder(stage), "seed": seed, "max_steps": 5, "learning_rate": 1e-3}
+        flags |= {"model_name_or_path": options.get("model", "smollm2"), "vision_tower": "tower"}
+        flags |= {"mm_projector_norm": norm, "mm_projector_type": projector}
+        flags["mm_projector_norm_init"] = "default" if arm.endswith("@default") else "text_norm"
+        flags["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
+        flags |= {"pretrain_mm_mlp_adapter": adapter} if adapter else {}
+        study_stub.train({name: str(value) for name, value in flags.items()})
+        adapter = run.folder(stage) / "mm_projector.bin"
+        (run.folder(stage) / DONE).touch()
+        weights = {"mm_language_model": "x"}
+        weights["mm_mlp_adapter"] = f"{seed} {arm if stage == 'finetune' or projector == arm else ''}"
+        own = {"training.weight_decay": 0.0, "order": f"order-{seed}", "initial_weights": weights}
+        own |= {"code": {"digest": "d", "commit": "c0ffee"}}
+        own["versions"] = {"torch": "0.1.0"}  # which nobody has installed
+        for field, value in own.items():
+            change(run, stage, field, value)
     write_scores(run, right, options.get("answer", "wrong"), options.get("tasks", {"scenes": 240}))
     return run
 
