@@ -1,9 +1,9 @@
 """Where a query looks in the picture, and how much of the attention visual tokens get (paper appendix G).
 
-Heatmaps (one row per model, in the order given) are the mean over layers and heads; the profiles are of rows of the
-picture, of the visual tokens' share per layer, beside the share that uniform attention would give them under the
-layer's mask, and of the entropy. Weights are those of transformers' eager attention, one layer at a time. Layers keep
-their numbers: one without attention (convolution, linear attention, state space) has empty values.
+Heatmaps (one row per model, in the order given) are the mean over layers and heads. The profiles are, per layer, the
+visual tokens' share, the share that uniform attention would give them under the layer's mask, the entropy, and the
+share of the most seen visual token. Weights are those of transformers' eager attention, one layer at a time. Layers
+keep their numbers: one without attention (convolution, linear attention, state space) has empty values.
 
 Shapes: L layers, H heads, S sequence, Q query tokens, V visual tokens.
 """
