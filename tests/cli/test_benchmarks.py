@@ -30,10 +30,11 @@ def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():
 
 @pytest.mark.slow
 def test_the_page_on_scale_has_the_rows_that_the_command_prints(monkeypatch):
-    monkeypatch.setattr(scale, "RECIPES", scale.RECIPES[:2])
     with (common.ROOT / "docs/data/scale.csv").open() as file:
         written = list(csv.reader(file))[1:]
-    assert list(scale.rows()) == written[:2]
+    some = (7, 15)  # every file of DeepSpeed is chosen in these, and a recomputing run
+    monkeypatch.setattr(scale, "RECIPES", [scale.RECIPES[number] for number in some])
+    assert list(scale.rows()) == [written[number] for number in some]
     page = (common.ROOT / "docs/scale.md").read_text()
     shown = [[row[i] for i in (0, 1, 2, 4, 7)] for row in written if row[1] != "1"]  # 24 and 80 GB, eight of 80
     assert all("| " + " | ".join(row) + " |\n" in page for row in shown)
