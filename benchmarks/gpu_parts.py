@@ -121,7 +121,6 @@ def tests(part: PartRun) -> None:
 def step(part: PartRun, arms: list[str]) -> None:
     """Arms of benchmarks/train_step.py at the recipe's micro-batches; rows remain if one of them fails."""
     from llava.model.attention import runnable_flash
-    from llava.train.kernels import has_liger
 
     if part.cpu:
         options = ["--steps", 2, "--repeats", 1, "--micro-batches", 2, "--micro-batch-tokens", 512]
@@ -129,8 +128,8 @@ def step(part: PartRun, arms: list[str]) -> None:
     else:
         if "flash4" in arms and "flash_attention_4" not in runnable_flash():
             raise NotRun("flash-attn-4 is not installed, or has no kernels for this GPU")
-        runnable = [arm for arm in arms if has_liger() or not arm.startswith(("liger", "flash"))]
-        options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2, "--arms", *runnable]
+        need("liger_kernel")
+        options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2, "--arms", *arms]
     try:
         command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", part.work, *options]
         run_logged(part, "train_step", command)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from benchmarks.common import RESULTS, add_output_dir, write_result
+from benchmarks.common import RESULTS, TOLERANCE, add_output_dir, write_result
 from benchmarks.norm_layer import seconds
 from benchmarks.shapes import PRESETS, STAGES, build_llava, projector_for
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -77,7 +77,7 @@ def main() -> int:
         chosen = [arms[name] for name in names if arms[name].layers == layers]
         for stage in args.stages if chosen else ():
             measured += measure(args, stage, chosen, device, dtype)
-            rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
+            rows = compared(measured, TOLERANCE[dtype == torch.bfloat16])
             if args.output_dir != RESULTS:  # what a killed run has measured; benchmarks/results has whole runs only
                 write(rows=rows)
             release(device)  # the model of one stage must be gone before the next

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, Failed, emptied, preloaded_names, write_result
+from benchmarks.common import ROOT, TOLERANCE, Failed, emptied, preloaded_names, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.launch.command import preloads
@@ -224,7 +224,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str) -> list[dict[st
         way = ways[index]
         try:
             runs[index].append(measure(args, work, stage, way))
-            check_first_loss(runs[index][-1]["losses"], ours[way.order][-1]["losses"], vs_upstream.TOLERANCE[args.bf16])
+            check_first_loss(runs[index][-1]["losses"], ours[way.order][-1]["losses"], TOLERANCE[args.bf16])
         except Failed as error:
             sys.exit(f"error: {stage}, {way.tool}, {way.setting()}: {error}; --peers names those to run")
         print(f"{stage}, {way.tool}, {way.setting()}: {runs[index][-1]['rate']:.2f} samples/s", flush=True)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import common, page, scale, vs_peers
+from benchmarks import common, page, scale, vs_peers, vs_upstream
 from benchmarks.peers import recording
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -17,6 +17,11 @@ def test_a_tool_whose_first_loss_differs_or_is_no_number_has_no_speed(theirs, ou
     vs_peers.check_first_loss([7.00001, 6.1], [7.0, 6.0], 1e-4)
     with pytest.raises(common.Failed, match="losses of the first step differ"):
         vs_peers.check_first_loss(theirs, ours, 1e-4)
+
+
+@pytest.mark.parametrize("other", [10.92321, 10.92134, 10.91711])
+def test_other_samples_are_not_the_same_work(other):  # of captions, for a random model of the demo's shapes
+    assert vs_upstream.loss_difference([other], [10.93331]) > max(common.TOLERANCE.values())
 
 
 def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():

@@ -118,6 +118,14 @@ def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypat
     assert all(50 < limit < 600 for limit in limits)
 
 
+def test_a_step_waits_for_the_package_that_its_arms_need(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_parts, "run_logged", lambda *_: pytest.fail("ran without some of its arms"))
+    PartRun("step_3b", tmp_path, cpu=False).execute()
+    result = json.loads((tmp_path / "gpu_step_3b.json").read_text())
+    assert (result["status"], result["reason"]) == (gpu_parts.NOT_RUN, "liger_kernel is not installed")
+
+
 @pytest.mark.slow
 def test_a_part_that_trains_runs_on_a_cpu(tmp_path):
     command = ["bash", "benchmarks/gpu_check.sh", "--cpu", "--parts", "zero3_7b", "--output-dir", tmp_path]
