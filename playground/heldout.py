@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from llava.utils.digests import bytes_digest
 from playground.options import PICTURES
 from playground.records import IMAGE_TOKEN
 from playground.store import PlaygroundError, build, read_manifest
@@ -48,7 +49,8 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
         raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground {PICTURES[0]}` first")
     for name in prepared:
         manifest = read_manifest(root / name)
-        source = {"source": manifest and manifest["settings"], "format": FORMAT}
+        records = bytes_digest(root / name / "heldout.json")  # which a user may have replaced
+        source = {"source": manifest and manifest["settings"], "records": records, "format": FORMAT}
         build(root / FOLDER / ORGANISATION / name, "heldout", source, partial(write_set, root / name), force)
     return root / FOLDER
 

@@ -267,6 +267,10 @@ def test_changed_pictures_change_the_harness_too(tmp_path):
         assert rows == [turns(record)[0] for record in read(prepared / "heldout.json")]
         versions.append(file.stat().st_mtime_ns)
     assert versions[0] == versions[1] != versions[2]
+    records = read(prepared / "heldout.json")[:5]  # a user's own questions
+    (prepared / "heldout.json").write_text(json.dumps(records))
+    (file,) = heldout.prepare(heldout.Settings(), tmp_path).rglob("*.parquet")
+    assert pyarrow.parquet.read_table(file, columns=["id"]).num_rows == 5
 
 
 # The tower
