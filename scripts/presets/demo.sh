@@ -10,7 +10,8 @@ require_one_of DEMO_DATA "scenes probes"
 : "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # A run of two minutes saves only at its end, or when a signal ends it.
-: "${SAVE_STRATEGY:=no}"
+[ -n "${SAVE_STEPS:-}" ] || : "${SAVE_STRATEGY:=no}"
+[ -z "${EPOCHS:-}" ] || : "${MAX_STEPS:=-1}" # a number of steps would win
 # With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise.
 : "${WARMUP_RATIO=0.12}"
 case $STAGE in

@@ -160,6 +160,13 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts(resolved):
     assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_asked_of_a_demo_is_not_lost_behind_its_own_length(resolved, stage):
+    flags = resolved(stage, PRESET="demo", EPOCHS=3, SAVE_STEPS=20)["flags"]
+    assert (flags["num_train_epochs"], flags["max_steps"]) == ("3", "-1")
+    assert (flags["save_strategy"], flags["save_steps"]) == ("steps", "20")
+
+
 def test_folder_adapter_launcher_and_batch_follow_their_flags(resolved):
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
     run = resolved("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
