@@ -3,7 +3,7 @@
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
 Each arm differs from the first in one thing. Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
-is 1. A micro-batch has the recipe's tokens; one that does not fit is a failed arm.
+is 1. A micro-batch has the recipe's tokens and the sample that crosses them; one that does not fit is a failed arm.
 """
 
 import argparse
