@@ -62,8 +62,9 @@ class PartRun:
         write_json(self.work / "rows.json", {"rows": self.rows})
 
     def measured_rows(self) -> list[dict[str, Any]]:
-        """The rows that the part's process, or benchmarks/train_step.py for it, has written so far."""
-        files = [file for name in ("rows.json", "train_step.json") if (file := self.work / name).is_file()]
+        """The rows that the part's process, or a benchmark that it calls, has written so far."""
+        names = ("rows.json", "train_step.json", "vs_upstream_*pretrain.json", "vs_upstream_*finetune.json")
+        files = [file for name in names for file in self.work.glob(name)]
         return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
     def write(self, status: str, reason: str, seconds: float) -> None:
@@ -88,6 +89,7 @@ class PartRun:
         except Exception as error:
             traceback.print_exc()
             status, reason = FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (log: {self.log})"
+        self.rows = self.measured_rows()
         self.write(status, reason, time.monotonic() - start)
 
 
@@ -130,11 +132,7 @@ def step(part: PartRun, arms: list[str]) -> None:
             raise NotRun("flash-attn-4 is not installed, or has no kernels for this GPU")
         need("liger_kernel")
         options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2, "--arms", *arms]
-    try:
-        command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", part.work, *options]
-        run_logged(part, "train_step", command)
-    finally:
-        part.rows += part.measured_rows()
+    run_logged(part, "train_step", [sys.executable, "-m", "benchmarks.train_step", "--output-dir", part.work, *options])
 
 
 def vs_upstream(part: PartRun) -> None:
@@ -145,8 +143,6 @@ def vs_upstream(part: PartRun) -> None:
     options = ["--size", "check", "--stages", "pretrain"] if part.cpu else ["--size", "3b", "--bf16"]
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--output-dir", part.work, "--repeats", 1, *options]
     run_logged(part, "vs_upstream", command)
-    for result in sorted(part.work.glob("vs_upstream_*.json"), reverse=True):  # stage 1 first
-        part.rows += json.loads(result.read_text())["rows"]
 
 
 # --- trainings --------------------------------------------------------------------------------------------------------

@@ -118,6 +118,19 @@ def test_calls_of_ten_minutes_run_what_fits_and_measure_all_in_the_end(monkeypat
     assert all(50 < limit < 600 for limit in limits)
 
 
+def test_a_comparison_that_fails_in_stage_2_keeps_stage_1(monkeypatch, tmp_path):
+    def run_logged(part, *_):
+        (part.work / "vs_upstream_3b_pretrain.json").write_text('{"rows": [{"stage": "pretrain"}]}')
+        raise common.Failed("ended with 1")
+
+    (tmp_path / "transformers").mkdir()
+    monkeypatch.setenv("UPSTREAM_PACKAGES", str(tmp_path))
+    monkeypatch.setattr(gpu_parts, "run_logged", run_logged)
+    PartRun("vs_upstream", tmp_path, cpu=True).execute()
+    result = gpu_check.read(tmp_path, "vs_upstream", cpu=True)
+    assert result["status"] == FAILED and result["rows"] == [{"stage": "pretrain"}]
+
+
 def test_a_step_waits_for_the_package_that_its_arms_need(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_parts, "run_logged", lambda *_: pytest.fail("ran without some of its arms"))
