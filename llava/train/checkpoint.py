@@ -32,7 +32,7 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state
 from llava.model.zero3 import full_shape
 from llava.train.arguments import CHANGEABLE, TrainingArguments
 from llava.train.distributed import on_first
-from llava.train.optim import ADAPTER, part_of
+from llava.train.optim import ADAPTER, moment_bytes, part_of
 from llava.train.run_record import SETTINGS_FILE, Settings, write_settings
 from llava.train.telemetry import LOG_FILE
 from llava.utils.digests import bytes_digest
@@ -172,7 +172,7 @@ def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
     trained = [(full_shape(p).numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
     elements, weights = sum(n for n, _ in trained), sum(n * size for n, size in trained)
     whole = weights if trains_adapter_only(model) or has_lora(model) else model_bytes(model)
-    moments = (2 if "8bit" in str(args.optim) else 8) * elements
+    moments = moment_bytes(args) * elements
     of_a_rank, others = _REST
     total = whole + moments + of_a_rank * args.world_size + others
     if not args.deepspeed:

@@ -10,6 +10,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from llava.anyres import check_modes
 from llava.conversation import get_template
@@ -89,6 +90,9 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         schedule = SchedulerType(args.lr_scheduler_type).value
         yield f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"
+    if args.optim.startswith("schedule_free"):
+        name = OptimizerNames(args.optim).value
+        yield f"--optim {name}: its averaged weights, which it is meant to give, would not be saved; take adamw_torch"
     if args.lr_scheduler_type == "constant" and args.warmup_steps:
         yield "--lr_scheduler_type constant has no warm-up; take constant_with_warmup, or WARMUP_RATIO="
 

@@ -35,7 +35,7 @@ from llava.model.multimodal_encoder.builder import read_vision_config
 from llava.model.zero3 import full_shape
 from llava.train.arguments import ModelArguments, TrainingArguments, parse_flags, read_flags
 from llava.train.kernels import decide_liger
-from llava.train.optim import LANGUAGE_MODEL, is_trained, set_up_parts, tunable_parts, weight_dtypes
+from llava.train.optim import LANGUAGE_MODEL, is_trained, moment_bytes, set_up_parts, tunable_parts, weight_dtypes
 from llava.train.zero import fill_bucket_sizes
 from llava.utils.paths import shipped
 
@@ -116,7 +116,7 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
     sizes = [(full_shape(p).numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
     stored = sum(count * size for count, size, _ in sizes)
     trained = sum(count for count, _, is_learned in sizes if is_learned)
-    moments = 2 if "8bit" in str(args.optim) else 8  # per element: two, in one byte each or in fp32
+    moments = moment_bytes(args)
     if not args.deepspeed:
         in_fp32 = sum(count for count, size, is_learned in sizes if is_learned and size == 4)
         copies = 2 * in_fp32 if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights

@@ -73,6 +73,11 @@ def weight_dtypes(args: TrainingArguments) -> tuple[torch.dtype, torch.dtype, to
     return frozen, trained, frozen if keeps_masters(args) else trained
 
 
+def moment_bytes(args: TrainingArguments) -> int:
+    """Bytes that the optimizer keeps per element: two moments, in one byte each or in fp32."""
+    return 2 if "8bit" in args.optim else 8
+
+
 def set_up_parts(model: LlavaMetaForCausalLM, parts: frozenset[str], args: TrainingArguments) -> None:
     """Gives tower, projector and newline their types, adds LoRA's adapters, and sets `requires_grad`."""
     frozen, trained, large = weight_dtypes(args)

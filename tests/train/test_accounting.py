@@ -10,6 +10,7 @@ from batches import IMG, collated
 from counted_operations import assert_counted_operations_equal_pytorchs_counter, no_rotary_product
 from tiny_models import STAGE_1, STAGE_2, make, trained
 from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
+from transformers.training_args import OptimizerNames
 
 from llava.model.attention import SEGMENTS
 from llava.model.lora import add_lora
@@ -92,7 +93,7 @@ def test_states_are_divided_as_zero_divides_them(tiny):
     assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 12 * (learnt // 4))
     assert states(3, 1) == (2 * elements, 2 * learnt, 12 * learnt)  # a rank that is alone gathers nothing
     assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
-    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 6 * (learnt // 4))
+    assert states(1, 4, optim=OptimizerNames("adamw_bnb_8bit")) == (2 * elements, 2 * learnt, 6 * (learnt // 4))
 
 
 def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_copies(tiny, tmp_path):

@@ -229,6 +229,7 @@ def test_a_rate_of_a_part_that_is_not_trained_is_named(tiny, tmp_path, caplog, f
         ),
         ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
         ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
+        ({"optim": "schedule_free_adamw"}, "--optim schedule_free_adamw: its averaged weights"),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.5}, "constant has no warm-up; take constant_with_warmup"),
     ],
 )
