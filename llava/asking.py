@@ -92,8 +92,7 @@ class Assistant(NamedTuple):
         return length
 
     def _ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
-        tags = getattr(self.model.config, "mm_use_im_start_end", False)
-        return generation_ids(self._placed(turns), self.tokenizer, self.template, mm_use_im_start_end=tags)
+        return generation_ids(self._placed(turns), self.tokenizer, self.template)
 
     def _placed(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
         """The turns with their pictures where training put them."""
@@ -161,14 +160,12 @@ class Assistant(NamedTuple):
         Raises:
             ValueError: see `answer`; more or fewer answers than one.
         """
-        tags, device = getattr(self.model.config, "mm_use_im_start_end", False), self.model.device
-        samples = []
+        samples, device = [], self.model.device
         for turns in conversations:
             if [turn["from"] for turn in turns].count("gpt") != 1 or turns[-1]["from"] != "gpt":
                 raise ValueError(f"{self.name}: expected one answer, at the end, found {turns}")
             shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
-            options = {"mm_use_im_start_end": tags, "has_image": shows}
-            samples.append(preprocess(self._placed(turns), self.tokenizer, self.template, **options))
+            samples.append(preprocess(self._placed(turns), self.tokenizer, self.template, has_image=shows))
         counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in samples]
         pictures, _, images = self._pixels(pictures, counts)
         sides = [[getattr(sample, name) for sample in samples] for name in ("input_ids", "labels")]

@@ -72,16 +72,15 @@ def measure_gradients(named: NamedModel, drawn: samples.Samples, args: argparse.
 
 def training_batch(examples: Sequence[samples.PicturePrompt], assistant: Assistant) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
-    config, ids, labels = assistant.model.config, [], []
-    masking = "upstream" if moves_pictures(config) else "assistant"
-    options = {"label_masking": masking, "mm_use_im_start_end": getattr(config, "mm_use_im_start_end", False)}
+    ids, labels = [], []
+    masking = "upstream" if moves_pictures(assistant.model.config) else "assistant"
     for sample in examples:
         if sample.answer is None:
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         captions = is_captioner(assistant.template)
         question = DEFAULT_IMAGE_TOKEN if captions else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
-        example = preprocess(turns, assistant.tokenizer, assistant.template, **options)
+        example = preprocess(turns, assistant.tokenizer, assistant.template, label_masking=masking)
         ids.append(example.input_ids)
         labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)

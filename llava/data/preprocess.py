@@ -56,7 +56,6 @@ def preprocess(
     template: str | Conversation,
     *,
     label_masking: LabelMasking = "assistant",
-    mm_use_im_start_end: bool = False,
     has_image: bool = True,
 ) -> TokenizedSample:
     """Token ids of one conversation, with IMAGE_TOKEN_INDEX for every image, and labels; not cut to a length.
@@ -66,7 +65,6 @@ def preprocess(
         tokenizer: a fast tokenizer.
         template: from `llava.conversation`, or its name.
         label_masking: `assistant` or `upstream`, see the module.
-        mm_use_im_start_end: put `<im_start>` and `<im_end>` around every image.
         has_image: False reads `<image>` as a word, as LLaVA does in records without an image; `plain` always has one.
 
     Raises:
@@ -79,7 +77,7 @@ def preprocess(
     has_image = has_image or template.sep_style is SeparatorStyle.PLAIN
     turns = training_turns(conversations, template, label_masking, has_image)
     if has_image:
-        turns = normalize_image_tokens(turns, template, label_masking, mm_use_im_start_end)
+        turns = normalize_image_tokens(turns, template, label_masking)
     parts = write_parts(turns, template, keep_empty=not upstream or template.sep_style in ROLE_TAGGED)
     tokens = _tokenize(parts, _is_target(template, upstream), tokenizer, has_image)
     targets = _upstream_targets(tokens, parts, template, tokenizer) if upstream else tokens.marked
@@ -88,11 +86,7 @@ def preprocess(
 
 
 def generation_ids(
-    conversations: list[dict[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | Conversation,
-    *,
-    mm_use_im_start_end: bool = False,
+    conversations: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str | Conversation
 ) -> torch.Tensor:
     """`input_ids` [S] that ask for the next answer: a conversation that ends with a human turn, and an open header.
 
@@ -107,7 +101,7 @@ def generation_ids(
     if turns[-1][0] != "human":
         raise ValueError(f"expected the last turn to be 'human', found {turns[-1][0]!r}")
     check_order(turns, template, complete=False)
-    turns = normalize_image_tokens(turns, template, "assistant", mm_use_im_start_end)
+    turns = normalize_image_tokens(turns, template, "assistant")
     parts = write_parts(turns, template, keep_empty=True, open_answer=True)
     return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
 

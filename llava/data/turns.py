@@ -6,11 +6,13 @@ Imports no torch, so that the preflight can apply the rules of training in many 
 from itertools import pairwise
 from typing import Literal
 
-from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, SeparatorStyle
 
 LABEL_MASKINGS = ("assistant", "upstream")
 LabelMasking = Literal["assistant", "upstream"]
+MMTAG = f"<Image>{DEFAULT_IMAGE_TOKEN}</Image>"
+"""An image in `mmtag` templates."""
 Turn = tuple[str, str]  # speaker ("human", "gpt" or "system") and text
 
 CHATML_STYLES = (SeparatorStyle.CHATML, SeparatorStyle.QWEN)
@@ -98,22 +100,17 @@ def _drop_leading_answer(turns: list[Turn], template: Conversation, has_image: b
     return turns[1:]
 
 
-def normalize_image_tokens(
-    turns: list[Turn], template: Conversation, label_masking: LabelMasking, mm_use_im_start_end: bool = False
-) -> list[Turn]:
+def normalize_image_tokens(turns: list[Turn], template: Conversation, label_masking: LabelMasking) -> list[Turn]:
     """The turns with every `<image>` in the place and form that the template needs.
 
     `assistant` leaves any number of images in any place. `upstream` follows LLaVA-NeXT: the only image of a turn moves
-    to its front, on a separate line. Both add the tags of `mmtag` templates and the tokens of `mm_use_im_start_end`.
+    to its front, on a separate line. Both add the tags of `mmtag` templates.
     """
-    image = DEFAULT_IMAGE_TOKEN
-    if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:
-        image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN
-    if "mmtag" in template.version:
-        image = f"<Image>{image}</Image>"
     if label_masking == "upstream":
         turns = [(speaker, image_first(text)) for speaker, text in turns]
-    return [(speaker, text.replace(DEFAULT_IMAGE_TOKEN, image)) for speaker, text in turns]
+    if "mmtag" in template.version:
+        turns = [(speaker, text.replace(DEFAULT_IMAGE_TOKEN, MMTAG)) for speaker, text in turns]
+    return turns
 
 
 def moves_pictures(config: object) -> bool:

@@ -10,8 +10,9 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import PART_KINDS, Conversation, Frame
+from llava.data.turns import MMTAG
 from llava.mm_utils import adds_space, leading_ids
 
 _SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message and of a turn
@@ -93,7 +94,6 @@ _PIECES = {
 def chat_template(
     template: Conversation,
     tokenizer: PreTrainedTokenizerBase,
-    mm_use_im_start_end: bool = False,
     several_pictures: bool = True,
     image_first: bool = False,
 ) -> str:
@@ -102,7 +102,6 @@ def chat_template(
     Args:
         template: one of `llava.conversation`, with questions.
         tokenizer: decides what is written before a text: a BOS, a space.
-        mm_use_im_start_end: whether training put tags around pictures.
         several_pictures: whether a conversation may have more than one; False raises at the second.
         image_first: whether a turn's only picture is put before its text, as `llava.data.turns.image_first` does.
     """
@@ -112,10 +111,7 @@ def chat_template(
         pieces["SYSTEM"] = pieces["REFUSE"]
     if _strips(template):
         pieces["TEXT"] = "(ns.said | trim)"
-    image = DEFAULT_IMAGE_TOKEN
-    if mm_use_im_start_end:
-        image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN
-    strings["IMAGE"] = f"<Image>{image}</Image>" if "mmtag" in template.version else image
+    strings["IMAGE"] = MMTAG if "mmtag" in template.version else DEFAULT_IMAGE_TOKEN
     strings["BOS"] = tokenizer.bos_token if leading_ids(strings["PREAMBLE"], tokenizer) else ""
     # SentencePiece puts a space before every text that does not begin with a token of its own. Training encodes what
     # stands between pictures as texts of their own; here a BOS or a picture comes before the text.
@@ -123,7 +119,7 @@ def chat_template(
     added = sorted(set(tokenizer.get_added_vocab()) - {DEFAULT_IMAGE_TOKEN}) if space else []
     marked = " or ".join(f"text.startswith({json.dumps(token)})" for token in added) or "false"
     strings["FRONT"] = space if strings["BOS"] else ""
-    strings["BEHIND"] = "" if DEFAULT_IM_END_TOKEN in strings["IMAGE"] else space
+    strings["BEHIND"] = space
     values = {name: json.dumps(value) for name, value in strings.items()}
     return _filled(_filled(_CHAT, pieces), values | {"MARKED": f"({marked})"})
 

@@ -99,16 +99,6 @@ def test_gradients_reach_every_layer_of_every_tower(tiny, tmp_path, model_type):
     assert list(norms)[3:] == ["tower layer 1", "tower layer 0"] and all(norm > 0 for norm in norms.values())
 
 
-def test_a_batch_has_the_tags_around_pictures_that_the_model_was_trained_with(tiny, tmp_path):
-    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
-    assistant = loading.load_ours(named, args)
-    assistant.model.config.mm_use_im_start_end = True
-    batch, _ = gradients.training_batch([samples[0]], assistant)
-    question = [{"from": "human", "value": f"<image>\n{samples[0].prompt}"}]
-    expected = assistant.prompt_ids(question, [samples[0].image])
-    assert torch.equal(batch.inputs["input_ids"][0, : len(expected)], expected)
-
-
 @pytest.mark.parametrize("masking", ["assistant", "upstream"])
 def test_the_labels_are_those_that_the_model_was_trained_with(tiny, tmp_path, masking):
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))

@@ -178,13 +178,6 @@ def test_plain_learns_the_caption_and_its_newline(name, question, answer):
     assert set(prompt.tolist()) <= {tok.bos_token_id, IMAGE_TOKEN_INDEX}
 
 
-def test_start_and_end_tokens_go_around_every_image():
-    tok = tokenizer("qwen")
-    sample = preprocess(turns("<image>\nHi", "Yes."), tok, "v1", mm_use_im_start_end=True)
-    written = "".join(text for _, text in pieces(sample, tok))
-    assert "USER: <im_start><image><im_end>\nHi ASSISTANT:" in written
-
-
 def test_a_prompt_that_writes_its_bos_gets_only_one():
     tok = merging_tokenizer()
     tok.add_tokens([AddedToken(marker, special=True) for marker in LLAMA_3_MARKERS])

@@ -202,7 +202,12 @@ def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
 
 @pytest.mark.parametrize(
     "field",
-    [{"final_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}],
+    [
+        {"final_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": 50.0},
+        {"use_bidirectional_attention": True},
+        {"mm_use_im_start_end": True},
+    ],
 )
 def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
     config = LLAVA_CLASSES["llava_gemma3"].config(**SIZES, **CASES["Gemma3"] | field)

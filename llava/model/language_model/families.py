@@ -39,8 +39,13 @@ DECODERS = [
     Decoder("Granite", hf.GraniteConfig, hf.GraniteModel, hf.GraniteForCausalLM),
 ]
 
-# Fields that change attention or logits in ways that neither the packed backends nor the loss head support.
-_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+# Fields that change attention, logits or prompts (LLaVA before 1.5 put tokens around pictures) as nothing here does.
+_UNSUPPORTED = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+    "mm_use_im_start_end",
+)
 
 
 class LlavaClasses(NamedTuple):
@@ -96,7 +101,7 @@ def llava_classes(family: Decoder) -> LlavaClasses:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a config field that changes attention or logits in a way that is not supported."""
+    """Raises ValueError for a config field that changes attention, logits or prompts in a way that is not supported."""
     for field in _UNSUPPORTED:
         if value := getattr(config, field, None):
             raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")
