@@ -32,7 +32,6 @@ from llava.mm_utils import KeywordsStoppingCriteria, process_prompt_images
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.utils.pixels import upright
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +67,8 @@ class Assistant(NamedTuple):
         Raises:
             ValueError: malformed turns, or more tokens than the model's context.
         """
-        self.prompt_length(turns, [self.upright(picture).size for picture in pictures])
+        self.prompt_length(turns, [picture.size for picture in pictures])
         return self._ids(turns)
-
-    def upright(self, picture: Image.Image) -> Image.Image:
-        """The picture as the checkpoint was trained to see it."""
-        return upright(picture, getattr(self.model.config, "image_orientation", "stored"))
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
         """Length of the prompt of `prompt_ids`, with visual tokens of pictures of these sizes."""
@@ -127,7 +122,7 @@ class Assistant(NamedTuple):
             ValueError: see `prompt_ids`; pictures for a text-only checkpoint; too few or too many pictures.
         """
         counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
-        pictures, shown, images = self._pixels(pictures, counts)
+        shown, images = self._pixels(pictures, counts)
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
         rows = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         input_ids, mask = rows(prompts), rows([torch.ones_like(ids) for ids in prompts])
@@ -167,7 +162,7 @@ class Assistant(NamedTuple):
             shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
             samples.append(preprocess(self._placed(turns), self.tokenizer, self.template, has_image=shows))
         counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in samples]
-        pictures, _, images = self._pixels(pictures, counts)
+        _, images = self._pixels(pictures, counts)
         sides = [[getattr(sample, name) for sample in samples] for name in ("input_ids", "labels")]
         ids, labels = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=IGNORE_INDEX) for x in sides)
         sizes = [picture.size for picture in pictures]
@@ -188,16 +183,15 @@ class Assistant(NamedTuple):
 
     def _pixels(
         self, pictures: Sequence[Image.Image], counts: list[int]
-    ) -> tuple[list[Image.Image], list[list[Image.Image]], list[torch.Tensor]]:
-        """The pictures as the checkpoint sees them, those of each conversation (by `counts`), and their pixels."""
+    ) -> tuple[list[list[Image.Image]], list[torch.Tensor]]:
+        """The pictures of each conversation (by `counts`), and the pixels of all."""
         if pictures and self.image_processor is None:
             raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
-        pictures = [self.upright(picture) for picture in pictures]
         shown, images = pictures_of_each(pictures, counts), []
         if self.image_processor is not None:
             for own in filter(None, shown):
                 images += process_prompt_images(own, self.image_processor, self.model.config)
-        return pictures, shown, images
+        return shown, images
 
 
 def batch_answers(

@@ -28,7 +28,7 @@ from transformers import (
 
 from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.utils.pixels import to_rgb, upright
+from llava.utils.pixels import to_rgb
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ def process_images(
     Args:
         model_cfg: any object, whose `image_aspect_ratio` is read: `pad` pads to a square with the processor's mean
             colour; None or `square` leaves the shape to the processor; `anyres` gives each picture several crops by
-            `image_grid_pinpoints`, see `llava.anyres`. `image_orientation` `exif` turns pictures upright.
+            `image_grid_pinpoints`, see `llava.anyres`.
 
     Returns:
         [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes; with `anyres` [N, n, 3, H, W] for n
@@ -69,7 +69,6 @@ def process_images(
     check_modes(mode)
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
-    images = [upright(image, getattr(model_cfg, "image_orientation", "stored")) for image in images]
     if is_anyres(mode):
         grids = getattr(model_cfg, "image_grid_pinpoints", "")
         pixels = [process_anyres_image(image, image_processor, grids) for image in images]

@@ -42,7 +42,6 @@ from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.utils import plugins
 from llava.utils.commands import DTYPES, add_device_argument
-from llava.utils.pixels import upright
 
 MOONVIT = "moonvit"
 """Not a tower of this tree: its repository has its code."""
@@ -190,7 +189,6 @@ def our_batch(
         pictures: one per placeholder in reading order.
     """
     device, rules = model.device, model.crop_rules()
-    pictures = [upright(picture, getattr(model.config, "image_orientation", "stored")) for picture in pictures]
     widths = iter([rules.visual_tokens(rules.picture(picture.size)) for picture in pictures])
     expanded = []
     for ids in prompts:

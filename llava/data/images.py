@@ -28,8 +28,6 @@ from llava.utils.pixels import (
     exif_orientation,
     has_wide_levels,
     to_rgb,
-    upright,
-    upright_size,
 )
 
 LARGEST_FILE = 1 << 29  # bytes; more than any picture has within Pillow's limit of pixels
@@ -55,7 +53,6 @@ class ImageStore:
         cache_dir: see `ZipMembers`.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
-        orientation: `stored` or `exif`, see `llava.utils.pixels`.
 
     Raises:
         DataError: there is no such folder, or the zip file cannot be read.
@@ -68,21 +65,20 @@ class ImageStore:
         cache_dir: str | None = None,
         others: Sequence[str | None] = (),
         setting: str = "--image_folder",
-        orientation: str = "stored",
     ):
-        self.root, self.setting, self.orientation = Path(image_folder or ""), setting, orientation
+        self.root, self.setting = Path(image_folder or ""), setting
         with named_by(setting):
             if not self.root.exists():
                 raise DataError(self.root, f"no such folder or zip file{starts_from(self.root)}")
             self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._rows = RowReader()
-        options = {"setting": "the mixture entry's image_folder", "orientation": orientation}
-        self.others = {other: ImageStore(other, cache_dir, **options) for other in others if other is not None}
+        entry = "the mixture entry's image_folder"
+        self.others = {other: ImageStore(other, cache_dir, setting=entry) for other in others if other is not None}
 
     def identity(self) -> str:
-        """A text that identifies the pictures and how they are read: by path, and a zip file by content too."""
+        """A text that identifies the pictures by path, and a zip file by content too."""
         own = f"{os.path.realpath(self.root)} {self.archive.content if self.archive else ''}"
-        return "; ".join([own, self.orientation, *(store.identity() for store in self.others.values())])
+        return "; ".join([own, *(store.identity() for store in self.others.values())])
 
     def content(self, images: Iterable[ImagePlace], shard_digest: Callable[[Path], str] = bytes_digest) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
@@ -113,7 +109,7 @@ class ImageStore:
             ImageError: it is missing, is outside the folder, or cannot be decoded; the message names it.
         """
         with self._header(image) as picture:
-            return decoded(picture, self.orientation)
+            return decoded(picture)
 
     def size(self, image: ImagePlace) -> tuple[int, int]:
         """Width and height of the picture that `open` gives, from its header alone.
@@ -122,7 +118,7 @@ class ImageStore:
             ImageError: it is missing, is outside the folder, or is not a picture; the message names it.
         """
         with self._header(image) as picture:
-            return upright_size(picture, self.orientation)
+            return picture.size
 
     def check(self, image: ImagePlace, full_decode: bool = False) -> tuple[tuple[int, int], Problem | None]:
         """The size of a picture, and what is wrong with it, by its header or by decoding it, or the first warning."""
@@ -130,16 +126,16 @@ class ImageStore:
             with self._header(image) as picture:
                 problem = self._warning(picture, full_decode)
                 named = problem and Problem(problem.kind, f"image {self.name(image)}: {problem.message}")
-                return upright_size(picture, self.orientation), named
+                return picture.size, named
         except ImageError as error:
             return (0, 0), error.problem
 
     def _warning(self, picture: Image.Image, full_decode: bool) -> Problem | None:
         if full_decode or has_wide_levels(picture):  # few have; only their levels show what becomes of them
-            decoded(picture, self.orientation)
+            decoded(picture)
         late = picture.format == "PNG" and "exif" not in picture.info  # a search behind the pixels would decode them
-        if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
-            advice = "--image_orientation exif turns it upright"
+        if not late and (number := exif_orientation(picture)) != 1:
+            advice = "if that is on its side, save it upright"
             return Problem("turned", f"it is used as stored, not by its EXIF orientation {number}; {advice}")
         return None
 
@@ -219,12 +215,11 @@ def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
             yield picture
 
 
-def decoded(picture: Image.Image, orientation: str = "stored") -> Image.Image:
-    """A picture of `picture_header`, decoded, turned as `orientation` says, with levels of at most 8 bits.
+def decoded(picture: Image.Image) -> Image.Image:
+    """A picture of `picture_header`, decoded as it is stored, with levels of at most 8 bits.
 
     Raises:
         Exception: see `picture_header`.
     """
     picture.load()
-    turned = upright(picture, orientation)
-    return to_rgb(turned) if has_wide_levels(turned) else turned
+    return to_rgb(picture) if has_wide_levels(picture) else picture

@@ -33,7 +33,6 @@ from llava.data.turns import LABEL_MASKINGS, LabelMasking, check_label_masking, 
 from llava.utils.commands import Parser, exit_status
 from llava.utils.digests import file_stamp
 from llava.utils.files import replacing
-from llava.utils.pixels import ORIENTATIONS
 from llava.utils.progress import progress
 
 PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
@@ -224,7 +223,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--data_cache_dir", help="where the results are kept; default .llava_cache beside the data")
     add("--full_decode", action="store_true", help="decode every picture, not only its header")
     add("--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws")
-    add("--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training")
     add("--list", action="store_true", help="show every fault, not only the first of each kind")
     args = parser.parse_args(argv)
     return exit_status(lambda: named_by("--data_path")(show)(args))
@@ -236,7 +234,7 @@ def show(args: argparse.Namespace) -> int:
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
     check_label_masking(args.label_masking, rules.template)
     table = load_records(args.data_path, cache, check=False, show_progress=True, seed=args.seed)
-    images = ImageStore(args.image_folder, cache, table.image_folders, orientation=args.image_orientation)
+    images = ImageStore(args.image_folder, cache, table.image_folders)
     manifest, path = preflight(table, images, rules)
     counts, shown = manifest.counts, None if args.list else _SHOWN
     how = "decoded in full" if manifest.full_decode else "by their headers"

@@ -91,8 +91,6 @@ def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
         print(f"{output}: finished before, {done} answers")
         return
     assistant = chosen_assistant(args)
-    orientation = getattr(assistant.model.config, "image_orientation", "stored")
-    questions.images = questions.store(orientation=orientation)
 
     def fits(index: int, question: "Question", sizes: "list[Size]") -> None:
         if sizes and assistant.image_processor is None:

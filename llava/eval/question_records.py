@@ -7,7 +7,6 @@ answer. A line of a question file has its words under `text` and its pictures, i
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from llava.anyres import Size
@@ -46,7 +45,7 @@ class QuestionRecords(Sequence[Question]):
         image_folder: pictures are looked up below it; a folder or zip file.
 
     Attributes:
-        images: opens the pictures as they are stored; `store(orientation=...)` makes one that turns them.
+        images: opens the pictures.
 
     Raises DataError, OSError: nothing readable there.
     """
@@ -54,8 +53,7 @@ class QuestionRecords(Sequence[Question]):
     def __init__(self, data: str, image_folder: str | None):
         with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
-        self.store = partial(ImageStore, image_folder, others=self.records.image_folders, setting="--image-folder")
-        self.images = self.store()
+        self.images = ImageStore(image_folder, others=self.records.image_folders, setting="--image-folder")
 
     def __len__(self) -> int:
         return len(self.records)

@@ -18,7 +18,7 @@ from llava.model.multimodal_projector.norm import ProjectorNorm
 STOCK, NEXT, WITH_NORM = "llava", "llava_next", "llava_norm"
 """Model types: two of transformers, LLaVA and LLaVA-NeXT, and that of the code in an exported folder."""
 CARRIED = (
-    "mm_", "image_aspect", "image_grid", "image_orientation", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
+    "mm_", "image_aspect", "image_grid", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
 )  # fmt: skip
 """Prefixes of the fields of our config that an exported folder keeps, for the way back."""
 ROWS = "text_vocab_size"

@@ -23,7 +23,6 @@ def look_of(assistant: Assistant, turns: list[dict[str, str]], picture: Image.Im
     """
     parts = find_parts(assistant.model, Family(), IMAGE_TOKEN_INDEX)
     probe = Probe(assistant.name, assistant.model, parts, special_ids=special_ids(assistant.tokenizer))
-    picture = assistant.upright(picture)
     prompt = assistant.prompt_ids(turns, [picture])
     answer_ids = assistant.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"][0].long()
     batch = our_batch(assistant.model, [torch.cat([prompt, answer_ids])], [picture], assistant.image_processor)

@@ -148,7 +148,6 @@ class DataArguments:
         "square: resize to the tower's size (CLIP: resize and crop); pad: pad to a square first; anyres: the whole "
         "image and the crops of a grid that fits it; anyres_max_N: with at most about N crops' tokens.",
     )
-    image_orientation: Literal["stored", "exif"] = flag("stored", "Images as stored (LLaVA), or upright by EXIF.")
     image_grid_pinpoints: str | None = flag(
         None, "With anyres: the grids to choose from, in pixels, [[336,672],[672,336]], or in crops, (1x1),...,(6x6)."
     )

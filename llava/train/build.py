@@ -119,7 +119,6 @@ def record_choices(
     for field in ("mm_projector_lr", "mm_vision_tower_lr"):
         setattr(config, field, getattr(training_args, field))
     config.image_aspect_ratio = data_args.image_aspect_ratio
-    config.image_orientation = data_args.image_orientation
     config.image_grid_pinpoints = None
     if is_anyres(data_args.image_aspect_ratio):
         config.image_grid_pinpoints = [

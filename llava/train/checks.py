@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 QUARANTINE = "quarantine.jsonl"
 EVAL_IMAGES = "--eval_image_folder"
 # Flags that the preflight takes too.
-_PREFLIGHT = ("data_path", "image_folder", "data_cache_dir", "label_masking", "image_orientation")
+_PREFLIGHT = ("data_path", "image_folder", "data_cache_dir", "label_masking")
 _POSITIVE = (
     "length_group_window", "max_tokens_per_micro_batch", "model_max_length", "lora_r", "lora_alpha",
     "per_device_eval_batch_size",
@@ -116,8 +116,7 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
 
 def image_store(data_args: DataArguments, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
     """The store of the records' images, by the flags and a mixture's entries; messages call its folder `setting`."""
-    options = {"setting": setting, "orientation": data_args.image_orientation}
-    return ImageStore(data_args.image_folder, data_args.data_cache_dir, others=records.image_folders, **options)
+    return ImageStore(data_args.image_folder, data_args.data_cache_dir, records.image_folders, setting)
 
 
 def checked_records(

@@ -1,19 +1,12 @@
-"""What a picture is before a processor sees it: the shape that it may have, which side is up, its colours."""
+"""What a picture is before a processor sees it: the shape that it may have, its orientation, its colours."""
 
 import numpy as np
 from PIL import Image
 
 from llava.constants import MAX_ASPECT_RATIO, MAX_SIDE
 
-ORIENTATIONS = ("stored", "exif")
-"""`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 274, 258, 262  # of EXIF and TIFF
 _UNCONVERTED_MODES = ("LAB", "La", "RGBa")
-_Turn = Image.Transpose
-_TURNS = {
-    2: _Turn.FLIP_LEFT_RIGHT, 3: _Turn.ROTATE_180, 4: _Turn.FLIP_TOP_BOTTOM, 5: _Turn.TRANSPOSE,
-    6: _Turn.ROTATE_270, 7: _Turn.TRANSVERSE, 8: _Turn.ROTATE_90,
-}  # fmt: skip
 
 
 def check_header(image: Image.Image) -> None:
@@ -28,9 +21,6 @@ def check_header(image: Image.Image) -> None:
         raise ValueError(f"colours of mode {image.mode}; convert it to RGB")
 
 
-# --- orientation ------------------------------------------------------------------------------------------------------
-
-
 def exif_orientation(image: Image.Image) -> int:
     """The orientation that a picture's EXIF data give: 1 where it is upright, or where they say nothing."""
     if image.format == "TIFF":  # Pillow turns them itself
@@ -39,23 +29,7 @@ def exif_orientation(image: Image.Image) -> int:
         orientation = image.getexif().get(_ORIENTATION_TAG)
     except Exception:  # Pillow's decoders raise whatever damaged bytes lead them to; the pixels may still be whole
         return 1
-    return orientation if orientation in _TURNS else 1
-
-
-def upright(image: Image.Image, orientation: str) -> Image.Image:
-    """The picture as `orientation` (of `ORIENTATIONS`) wants it; a second call changes nothing."""
-    number = exif_orientation(image) if orientation == "exif" else 1
-    if number == 1:
-        return image
-    turned = image.transpose(_TURNS[number])
-    turned.info = {name: value for name, value in image.info.items() if name == "transparency"}  # no EXIF data
-    return turned
-
-
-def upright_size(image: Image.Image, orientation: str) -> tuple[int, int]:
-    """Width and height of `upright(image, orientation)`."""
-    width, height = image.size
-    return (height, width) if orientation == "exif" and exif_orientation(image) > 4 else (width, height)
+    return orientation if isinstance(orientation, int) and 1 < orientation <= 8 else 1
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------

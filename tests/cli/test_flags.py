@@ -14,7 +14,7 @@ FROZEN = {
     "mm_vision_select_feature pretrain_mm_mlp_adapter mm_projector_type mm_patch_merge_type "
     "mm_use_im_start_end mm_use_im_patch_token",
     DataArguments: "data_path image_folder eval_data_path eval_image_folder on_bad_record "
-    "data_cache_dir image_aspect_ratio image_orientation "
+    "data_cache_dir image_aspect_ratio "
     "image_grid_pinpoints label_masking lazy_preprocess is_multimodal",
     TrainingArguments: "lr_scheduler_type warmup_ratio mm_projector_lr mm_vision_tower_lr model_max_length "
     "group_by_modality_length length_group_window loss_reduction "

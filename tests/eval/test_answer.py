@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,23 +116,6 @@ def test_answers_are_scored_by_the_kind_and_answer_of_their_record(ask):
         ("exact", 1),
         ("exact", 0),
     ]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_turns_pictures_is_asked_about_them_upright(ask, checkpoint, tmp_path, monkeypatch):
-    model, pictures, exif = shutil.copytree(checkpoint, tmp_path / "turning"), tmp_path / "pictures", Image.Exif()
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"image_orientation": "exif"}))
-    pictures.mkdir()
-    exif[274] = 6
-    upright = noise(size=(20, 16))
-    upright.transpose(Image.Transpose.ROTATE_90).save(pictures / "turned.png", exif=exif)
-    seen, real = [], asking.process_prompt_images
-    monkeypatch.setattr(asking, "process_prompt_images", lambda own, *rest: seen.append(own[0]) or real(own, *rest))
-    for path in (model, checkpoint):
-        questions = [line("red", image="turned.png")]
-        assert ask(questions, "--image-folder", str(pictures), model=path, output=f"{Path(path).name}.jsonl").lines
-    assert seen[0].tobytes() == upright.tobytes() and seen[1].size == (16, 20)
 
 
 def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpoint):

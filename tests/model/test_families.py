@@ -207,6 +207,7 @@ def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
         {"attn_logit_softcapping": 50.0},
         {"use_bidirectional_attention": True},
         {"mm_use_im_start_end": True},
+        {"image_orientation": "exif"},
     ],
 )
 def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):

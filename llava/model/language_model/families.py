@@ -39,12 +39,14 @@ DECODERS = [
     Decoder("Granite", hf.GraniteConfig, hf.GraniteModel, hf.GraniteForCausalLM),
 ]
 
-# Fields that change attention, logits or prompts (LLaVA before 1.5 put tokens around pictures) as nothing here does.
+# Fields that change attention, logits, prompts (LLaVA before 1.5 put tokens around pictures) or pictures (by EXIF) as
+# nothing here does.
 _UNSUPPORTED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
     "mm_use_im_start_end",
+    "image_orientation",
 )
 
 
@@ -101,10 +103,10 @@ def llava_classes(family: Decoder) -> LlavaClasses:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a config field that changes attention, logits or prompts in a way that is not supported."""
+    """Raises ValueError for a config field that asks for what is not supported."""
     for field in _UNSUPPORTED:
-        if value := getattr(config, field, None):
-            raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")
+        if (value := getattr(config, field, None)) not in (None, False, "stored"):
+            raise ValueError(f"config.{field}={value} ({config.model_type}): not supported")
 
 
 LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in DECODERS}
