@@ -14,7 +14,6 @@ from llava.analysis.commands import NamedModel, required_models
 from llava.analysis.output import TableRow, draw_rows, write_result
 from llava.analysis.weights import WeightFiles
 from llava.families import PROJECTOR_NAMES
-from llava.utils.provenance import RUN_FILE
 
 PROJECTORS = {*PROJECTOR_NAMES, "perceive", "patch_merger", "resampler_model"}
 """Names of modules between encoder and LLM; those that `families` does not know are read here alone."""
@@ -63,7 +62,7 @@ def table_rows(model: NamedModel, folder: str) -> list[TableRow]:
 
     Raises FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
     """
-    files, config = WeightFiles(folder), _read_json(Path(folder, "config.json"))
+    files, config = WeightFiles(folder), _read_json(folder, "config.json")
     prefixes, rows = find_norms(files), []
     for prefix in prefixes:
         gain = files.read(f"{prefix}.weight").double()
@@ -90,13 +89,12 @@ def find_norms(files: WeightFiles) -> list[str]:
 
 
 def step_of(folder: str) -> int | None:
-    """The optimizer step of a checkpoint's weights: from its folder's name, else from its records; None if unknown."""
+    """The optimizer step of a checkpoint: from its folder's name, else from the Trainer's state; None if unknown."""
     if match := re.fullmatch(r"checkpoint-(\d+)", Path(folder).name):
         return int(match[1])
-    state, starts = _read_json(Path(folder, "trainer_state.json")), _read_json(Path(folder, RUN_FILE)).get("starts")
-    best = starts and starts[-1]["configuration"]["training"].get("load_best_model_at_end")
-    return best and state.get("best_global_step") or state.get("global_step")  # without a best step the last one's
+    return _read_json(folder, "trainer_state.json").get("global_step")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    file = Path(folder, name)
     return json.loads(file.read_text()) if file.is_file() else {}

@@ -283,8 +283,7 @@ def planned_of(args: argparse.Namespace) -> Planned:
     for name in ("preset", "arms", "seeds", "tasks", "questions", "question_images"):
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the plan {plan.file} decides it; leave it out")
-    looked_at = ["EVAL_DATA_PATH"] * bool(plan.points)  # it may choose the best weights
-    for name in ("MAX_STEPS", "GLOBAL_BATCH", "TASKS", *RATES, *looked_at):
+    for name in ("MAX_STEPS", "GLOBAL_BATCH", "TASKS", *RATES):
         if os.environ.get(name):
             raise ValueError(f"{name}={os.environ[name]}: the plan {plan.file} decides it; leave it out")
     os.environ.setdefault("EXTRAS", EXTRAS)

@@ -58,7 +58,7 @@ REFUSED = (
     "torch_compile_mode fsdp fsdp_config parallelism_config auto_find_batch_size length_column_name "
     "activation_checkpointing_kwargs gradient_checkpointing_kwargs label_smoothing_factor liger_kernel_config "
     "enable_jit_checkpoint use_cache neftune_noise_alpha accelerator_config dataloader_in_order "
-    "dataloader_multiprocessing_context"
+    "dataloader_multiprocessing_context load_best_model_at_end metric_for_best_model greater_is_better"
 )
 """The library's flags that this trainer does not take."""
 
@@ -277,8 +277,6 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
-        if self.metric_for_best_model and self.greater_is_better is None:
-            self.greater_is_better = False  # every metric is a loss; the library only knows names that end in it
         # The rank that hangs shall be named before the others' collectives give up.
         self.ddp_timeout = max(self.ddp_timeout, int(self.hang_timeout or 10**6) + 600)  # 0: never
         super().__post_init__()

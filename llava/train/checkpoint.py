@@ -99,7 +99,7 @@ class CheckpointMarker(TrainerCallback):
             for other in folder.parent.glob("checkpoint-*"):  # one may have a time in the future, of another clock
                 if other.stat().st_mtime > folder.stat().st_mtime:
                     os.utime(other, (0, 0))
-            rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
+            rotate_checkpoints(args.output_dir, self.limit, use_mtime=True)
 
 
 def clear_place(folder: Path, is_main_process: bool) -> None:
@@ -188,8 +188,7 @@ def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> Non
     every = args.save_steps * (max_steps if args.save_steps < 1 else 1)
     by_strategy = {"no": 0, "epoch": math.ceil(args.num_train_epochs), "steps": max(1, int(max_steps // every))}
     saves = by_strategy[strategy.value]
-    limit = max(args.save_total_limit or saves, 2 if args.metric_for_best_model else 1)  # the newest and the best
-    needed = (min(saves, limit + 1) * each + model_bytes(model)) / 2**30
+    needed = (min(saves, (args.save_total_limit or saves) + 1) * each + model_bytes(model)) / 2**30
 
     def free() -> float:  # what an earlier part of the run has written counts
         return free_gib(output_dir) + sum(f.stat().st_size for f in output_dir.rglob("*") if f.is_file()) / 2**30

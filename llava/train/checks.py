@@ -76,17 +76,13 @@ def _faults(model_args: ModelArguments, data_args: DataArguments, args: Training
         yield "--train_sampling_strategy sequential does not go with --group_by_modality_length True; choose one"
 
     if not data_args.eval_data_path:
-        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
-        passed = ["eval_strategy"] * (args.eval_strategy != "no") + [flag for flag in flags if getattr(args, flag)]
+        passed = ["eval_strategy"] * (args.eval_strategy != "no")
+        passed += [flag for flag in ("eval_steps", "eval_on_start") if getattr(args, flag)]
         for flag in passed + ["eval_image_folder"] * bool(data_args.eval_image_folder):
             yield f"--{flag} needs held-out records; name them with --eval_data_path"
     elif args.eval_strategy == "no" and not args.eval_on_start:
         path = data_args.eval_data_path
         yield f"--eval_data_path {path}: nothing says when it is read; pass --eval_strategy, or --eval_on_start True"
-    if args.load_best_model_at_end and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
-        yield f"--load_best_model_at_end: --save_steps {args.save_steps} must equal --eval_steps {args.eval_steps}"
-    if args.load_best_model_at_end and args.save_only_model and args.deepspeed:
-        yield "--load_best_model_at_end: DeepSpeed loads a checkpoint with its states; leave out --save_only_model"
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         schedule = SchedulerType(args.lr_scheduler_type).value
         yield f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take cosine"

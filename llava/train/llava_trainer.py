@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from llava.data.dataset import DataCollatorForSupervisedDataset, LazySupervisedDataset
@@ -35,7 +34,6 @@ from llava.train.checkpoint import (
     check_disk,
     clear_place,
     finish_run,
-    has_converted_states,
     load_weights,
     save_adapter,
     trains_adapter_only,
@@ -89,7 +87,6 @@ def library_arguments(args: TrainingArguments) -> TrainingArguments:
         max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else math.inf,  # `_clip_grad_norm` is always called
         logging_nan_inf_filter=False,  # it would wait for every loss; see `training_step`
         use_liger_kernel=False,  # the kernels are in the decoder already; the library goes by the model type
-        load_best_model_at_end=False,  # `load_best` also knows stage 1 and LoRA
         save_total_limit=None,  # `CheckpointMarker` removes old checkpoints, when the new one is complete
     )
     if args.deepspeed:
@@ -338,27 +335,6 @@ class LLaVATrainer(Trainer):
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def load_best(self) -> None:
-        """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
-        if not self.flags.load_best_model_at_end:
-            return
-        if not self.state.best_global_step:
-            logger.warning(
-                "--load_best_model_at_end: no finite metric was measured; the final folder gets the last weights"
-            )
-            return
-        best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
-        if not best.is_dir():  # of another folder, by --resume_from_checkpoint
-            best = Path(self.state.best_model_checkpoint or best)
-        metric = self.flags.metric_for_best_model
-        logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
-        if self.is_deepspeed_enabled:
-            engine: Any = self.model_wrapped  # which may have begun with a converted checkpoint
-            engine._config.load_universal_checkpoint = has_converted_states(best, self.args)
-            deepspeed_load_checkpoint(engine, str(best))
-        else:
-            load_weights(best, self.model)
 
     # --- checkpoints ---
 

@@ -34,7 +34,6 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import global_batch_size, sample_order
 from llava.train.checks import image_store
 from llava.train.distributed import on_first
-from llava.train.heldout import eval_data_arguments
 from llava.train.optim import part_of
 from llava.utils import plugins
 from llava.utils.digests import bytes_digest, model_digest, sampled_digest
@@ -61,12 +60,8 @@ def run_settings(
     training_args: TrainingArguments,
     records: RecordTable,
     tokenizer: PreTrainedTokenizerBase,
-    eval_records: RecordTable | None = None,
 ) -> Settings:
-    """What decides the numbers of a run, as JSON values. Every rank must call.
-
-    Those of the held-out records count if these choose the best checkpoint.
-    """
+    """What decides the numbers of a run, as JSON values. Every rank must call."""
     fields = [(args, f) for args in (model_args, data_args, training_args) for f in dataclasses.fields(args) if f.init]
     flags = {f.name: getattr(args, f.name) for args, f in fields if f.name[0] != "_" and decides_numbers(f.name)}
     settings = {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in flags.items()}
@@ -84,17 +79,12 @@ def run_settings(
         config = read_config(base, cache_dir=cache_dir)
         if own := getattr(config, "mm_vision_tower", None):  # LLaVA's checkpoints may leave the tower where it was
             tower = None if getattr(config, "mm_vision_config", None) else own
-        digests: Settings = {
+        return {
             "language_model_files": model_digest(base, cache_dir),
             "vision_tower_files": tower and model_digest(tower),
             "adapter_file": adapter_digest(model_args.pretrain_mm_mlp_adapter),
             "pictures": pictures_digest(image_store(data_args, records), records),
         }
-        if eval_records is not None and training_args.metric_for_best_model:
-            images = image_store(eval_data_arguments(data_args), eval_records)
-            digests["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
-            digests["eval_pictures"] = pictures_digest(images, eval_records)
-        return digests
 
     return settings | on_first(contents)
 
@@ -154,12 +144,11 @@ def write_run_record(
     """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
     records, device, given = dataset.records, training_args.device, training_args.deepspeed
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
-    contents = {k: settings[k] for k in ("pictures", "eval_data", "eval_pictures") if k in settings}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     configuration = {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
         **({"plugins": plugins.digests} if plugins.digests else {}),
-        "data": dataclasses.asdict(data_args) | {"records": records.key} | contents,
+        "data": dataclasses.asdict(data_args) | {"records": records.key, "pictures": settings["pictures"]},
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": json.loads(Path(given).read_text()) if isinstance(given, str) and given else given,
         "adapter": settings["adapter_file"],

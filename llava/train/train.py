@@ -64,7 +64,7 @@ def train_in_folder(
     eval_records = checked_eval_records(model_args.version, data_args, training_args, records)
     path, max_length = model_args.model_name_or_path, training_args.model_max_length
     tokenizer = training_tokenizer(path, max_length, training_args.cache_dir)
-    settings = run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
+    settings = run_settings(model_args, data_args, training_args, records, tokenizer)
     start = on_first(lambda: choose_start(training_args, settings))
     if start.finished is not None:
         logger.info(
@@ -96,7 +96,6 @@ def train_in_folder(
         logger.log(logging.WARNING if training_args.process_index == 0 else logging.DEBUG, stop_signal.stopped)
         return
 
-    trainer.load_best()
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_final()

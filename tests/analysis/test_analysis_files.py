@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from llava.analysis.__main__ import main
 from llava.analysis.commands import NamedModel
 from llava.analysis.embedding_norms import read_embedding_norms
-from llava.analysis.norm_params import step_of
 from llava.analysis.weights import WeightFiles
 
 
@@ -123,15 +122,6 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
         assert (row["bias mean |.|"], row["bias std |.|"]) == (0.5, 0)
     assert [row["gain L2"] for row in paper] == [53.25, 2.2812]
     assert f"no norm in the projector, so no row: {tmp_path / 'plain'}" in capsys.readouterr().out
-
-
-def test_the_step_is_that_of_the_best_weights_where_training_ended_with_them(tmp_path):
-    path = save(tmp_path, {"mm_projector.0.weight": torch.ones(4)})
-    for load_best, best, step in ((False, 4, 8), (True, 4, 4), (True, None, 8)):  # None: no finite metric
-        (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 8, "best_global_step": best}))
-        start = {"configuration": {"training": {"load_best_model_at_end": load_best}}}
-        (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
-        assert step_of(path) == step
 
 
 @pytest.mark.parametrize(

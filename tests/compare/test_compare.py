@@ -176,11 +176,10 @@ def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):
 
 
 def test_a_rerun_with_other_flags_is_refused_but_for_those_of_arm_seed_and_place(tmp_path):
-    """Other evaluation data too, since it may choose the best weights."""
     run = write_run(tmp_path, 1, "none", 0.5)
     check_flags(run, "pretrain", {"output_dir": "elsewhere", "seed": "1"})
-    with pytest.raises(ValueError, match=r"eval_data_path: '\(absent\)' \(trained\), 'b.json' \(now\)"):
-        check_flags(run, "pretrain", {"eval_data_path": "b.json"})
+    with pytest.raises(ValueError, match=r"data_path: '\(absent\)' \(trained\), 'b.json' \(now\)"):
+        check_flags(run, "pretrain", {"data_path": "b.json"})
     without_seed = Run(tmp_path / "seed-1", None, "none")  # whose folder does not name it
     with pytest.raises(ValueError, match=r"seed: '\(absent\)' \(trained\), '2' \(now\)"):
         check_flags(without_seed, "pretrain", {"seed": "2"})

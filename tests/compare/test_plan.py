@@ -577,10 +577,6 @@ def test_settings_may_hold_rates_of_the_plans_arms_alone(folder, changes, messag
         read_plan(planned(folder, **{"seeds": [1, 2, 3]} | changes))
 
 
-@pytest.mark.parametrize(("variable", "changes"), [("EVAL_DATA_PATH", {}), ("", {"pictures": {}})])
-def test_a_tuning_decides_its_held_out_records(folder, monkeypatch, capsys, variable, changes):
-    if variable:
-        monkeypatch.setenv(variable, str(folder / "pictures/heldout.json"))
-    plan = planned(folder, **{"points": POINTS} | changes)
-    assert main(["run", "--plan", str(plan), "--output-dir", str(folder / "out")]) == 2
-    assert (variable or "num_validation") in capsys.readouterr().err
+def test_a_tuning_needs_pictures_for_its_questions(folder):
+    with pytest.raises(ValueError, match="a tuning needs pictures.num_validation"):
+        read_plan(planned(folder, points=POINTS, pictures={}))

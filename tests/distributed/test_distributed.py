@@ -98,26 +98,19 @@ def test_a_step_in_which_no_rank_has_a_target_has_loss_and_gradient_zero(tiny, t
 
 @pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])
 def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path, images_as):
-    """Rank 0 sees only pictures and rank 1 only text, in every micro-step; held-out samples do not divide evenly.
-
-    Both ranks then write the model of the step that evaluation chose.
-    """
+    """Rank 0 sees only pictures and rank 1 only text, in every micro-step; held-out samples do not divide evenly."""
     records = json.loads((tiny / "data/finetune.json").read_text())
     images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
     mixed = [r for i in range(0, 8, 2) for r in images[i : i + 2] + texts[i : i + 2]]
     (tmp_path / "mixed.json").write_text(json.dumps(mixed))
     options = COMPARABLE | {"data_path": tmp_path / "mixed.json", "train_sampling_strategy": "sequential"}
     (tmp_path / "held.json").write_text(json.dumps(images[:3] + texts[:2]))
-    options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"max_steps": 4, "eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1}
     options |= {"eval_on_start": True, "per_device_eval_batch_size": 1}
-    options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the highest loss, that of the first step
     options |= images_as
     launch(flags(tiny, tmp_path / "two", 2, per_device_train_batch_size=2, **options), "zero3", tmp_path)
     train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=4, **options))
     assert_same(tmp_path / "two", tmp_path / "one")
-    states = [json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("two", "one")]
-    assert [state["best_global_step"] for state in states] == [1, 1]
     two, one = evaluations(tmp_path / "two"), evaluations(tmp_path / "one")
     assert len(one) == 5 and two[0] == pytest.approx(one[0], rel=1e-6)  # the weights are the same
     assert two == [pytest.approx(line, rel=1e-4) for line in one]
@@ -164,12 +157,8 @@ def test_either_stage_resumes_exactly_under_either_zero(tiny, tmp_path, stage, c
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
 
 
-def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_its_best_weights(tiny, tmp_path):
-    """The best checkpoint is the last one, of DeepSpeed's own form, while the run began with a converted one."""
-    (tmp_path / "held.json").write_text(json.dumps(json.loads((tiny / "data/finetune.json").read_text())[:2]))
+def test_a_run_of_two_ranks_goes_on_with_one(tiny, tmp_path):
     options = COMPARABLE | {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1}
-    options |= {"load_best_model_at_end": True}
     launch(flags(tiny, tmp_path / "whole", 2, **options), "zero3", tmp_path)
     (tmp_path / "resumed").mkdir()
     (tmp_path / "whole/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
@@ -181,7 +170,6 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_its_best_weights(tiny
     subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words], check=True)
     output = launch(argv, "zero3", tmp_path, count=1)
     assert "changed within the run: world_size: checkpoint 2, now 1" in output
-    assert f"the final folder gets {tmp_path}/resumed/checkpoint-2" in output
     assert_same(tmp_path / "resumed", tmp_path / "whole")
 
 

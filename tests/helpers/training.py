@@ -63,9 +63,7 @@ def build(argv: list[str]):
     version, path, max_length = parsed[0].version, parsed[0].model_name_or_path, parsed[2].model_max_length
     records, _ = checked_records(version, *parsed[1:])
     eval_records = checked_eval_records(version, *parsed[1:], records)
-    settings = train_module.run_settings(
-        *parsed, records, train_module.training_tokenizer(path, max_length, None), eval_records
-    )
+    settings = train_module.run_settings(*parsed, records, train_module.training_tokenizer(path, max_length, None))
     return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records, settings=settings)
 
 

@@ -134,7 +134,7 @@ def test_the_checkpoint_of_the_last_step_is_kept_whatever_another_machines_clock
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     os.utime(tmp_path / "checkpoint-2", (2**32, 2**32))
-    state = SimpleNamespace(global_step=4, best_model_checkpoint=None)
+    state = SimpleNamespace(global_step=4)
     checkpoint.CheckpointMarker(args, {}).on_save(args, state, None)
     assert [f.name for f in tmp_path.iterdir()] == ["checkpoint-4"]
 
@@ -218,25 +218,6 @@ def test_a_run_goes_on_with_moved_files_and_other_rounding_and_names_the_change(
     assert f"{copy / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
     assert "changed within the run: gradient_accumulation_steps: checkpoint 1, now 2" in caplog.text
     assert f"changed within the run: vision_tower: checkpoint '{tiny}/siglip', now '{moved}/siglip'" in caplog.text
-
-
-def test_the_best_states_of_another_number_of_ranks_are_loaded_once_they_are_converted(tmp_path, monkeypatch):
-    engine, load = SimpleNamespace(_config=SimpleNamespace()), "llava.train.llava_trainer.deepspeed_load_checkpoint"
-    monkeypatch.setattr(load, lambda engine, folder: asked.append(engine._config.load_universal_checkpoint))
-    flags = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="loss")
-    args = SimpleNamespace(output_dir=tmp_path, world_size=1)
-    trainer = SimpleNamespace(flags=flags, args=args, is_deepspeed_enabled=True, model_wrapped=engine)
-    trainer.state = TrainerState(best_global_step=2, best_metric=1.0)
-    (best := tmp_path / "checkpoint-2").mkdir()
-    asked: list[bool] = []
-    write_settings(best, {"world_size": 1})
-    LLaVATrainer.load_best(trainer)
-    write_settings(best, {"world_size": 2})
-    with pytest.raises(ValueError, match="checkpoint-2 was written by 2 ranks, and now there are 1; convert"):
-        LLaVATrainer.load_best(trainer)
-    (best / "latest_universal").touch()
-    LLaVATrainer.load_best(trainer)
-    assert asked == [False, True]
 
 
 def test_a_damaged_line_of_the_log_is_named_with_its_file(tmp_path):

@@ -14,11 +14,8 @@ from training import LORA, build, flags, logged, losses, same, stopped
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
-from llava.train.arguments import parse_flags
-from llava.train.checks import check_flags
 from llava.train.heldout import assigned, parts_of
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.telemetry import LOG_FILE
 
 EVALS = {"eval_strategy": "steps", "eval_steps": 1}
 
@@ -140,38 +137,10 @@ def test_a_continued_run_saves_and_evaluates_as_its_own_flags_say(tiny, tmp_path
     assert (tmp_path / "resumed/checkpoint-3").is_dir()
 
 
-# --- the best checkpoint ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, LORA), (2, {"bf16": True})])
-def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout, stage, more):
-    """The highest loss counts as the best here, which is that of the first step with a checkpoint."""
-    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
-    options |= {"max_steps": 4, "metric_for_best_model": "loss_image", "greater_is_better": True, **EVALS}
-    options |= {"learning_rate": 1e-2, "save_total_limit": 1, **more}
-    train_module.train(flags(tiny, tmp_path, stage, **options))
-    found = {line["step"]: line["eval/loss_image"] for line in evaluations(tmp_path)}
-    best = max(found, key=found.get)
-    assert best < 4
-    state = json.loads((tmp_path / "trainer_state.json").read_text())
-    assert state["best_global_step"] == best and state["best_model_checkpoint"] == f"{tmp_path}/checkpoint-{best}"
-    elsewhere = tmp_path / "elsewhere"
-    resumed = options | {"resume_from_checkpoint": tmp_path / "checkpoint-4"}
-    train_module.train(flags(tiny, elsewhere, stage, **resumed))
-    theirs = tensors(tmp_path / f"checkpoint-{best}")
-    for ours in (tensors(tmp_path), tensors(elsewhere)):
-        assert theirs and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    with pytest.raises(ValueError, match="load_best_model_at_end: there True, now False"):
-        train_module.train(flags(tiny, tmp_path, stage, **options | {"load_best_model_at_end": False}))
-
-
-@pytest.mark.slow
-def test_a_signal_within_an_epoch_does_not_choose_the_best(tiny, tmp_path, heldout, monkeypatch):
-    """The highest loss counts as the best, which would be that of the step of the signal."""
-    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "epoch"}
-    options |= {"eval_strategy": "epoch", "per_device_train_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
-    options |= {"greater_is_better": True, "metric_for_best_model": "loss"}
+def test_a_signal_within_an_epoch_starts_no_evaluation(tiny, tmp_path, heldout, monkeypatch):
+    options = {"eval_data_path": heldout, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    options |= {"per_device_train_batch_size": 8, "max_steps": 6}
     argv = flags(tiny, tmp_path / "run", 2, **options)
     train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
     compute = LLaVATrainer.training_step
@@ -199,10 +168,6 @@ def test_a_signal_within_an_epoch_does_not_choose_the_best(tiny, tmp_path, heldo
         ({"eval_data_path": "x.json"}, "--eval_data_path x.json: nothing says when it is read"),
         (EVALS, "--eval_strategy needs held-out records; name them with --eval_data_path"),
         (
-            {"eval_data_path": "x.json", "load_best_model_at_end": True, "save_strategy": "steps", **EVALS},
-            "--load_best_model_at_end: --save_steps 500 must equal --eval_steps 1",
-        ),
-        (
             {"eval_data_path": "x.json", "lr_scheduler_type": "reduce_lr_on_plateau", **EVALS},
             "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide the learning rate",
         ),
@@ -211,23 +176,6 @@ def test_a_signal_within_an_epoch_does_not_choose_the_best(tiny, tmp_path, heldo
 def test_wrong_flags_are_named(tiny, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         train_module.train(flags(tiny, tmp_path, 2, **options))
-
-
-@pytest.mark.parametrize(("metric", "records"), [("accuracy", "finetune.json"), ("loss_text", "pretrain.json")])
-def test_a_metric_that_the_held_out_records_lack_is_named_before_the_first_step(tiny, tmp_path, metric, records):
-    options = {"eval_data_path": tiny / "data" / records, "metric_for_best_model": metric, **EVALS}
-    with pytest.raises(ValueError, match=f"--metric_for_best_model {metric}: held-out records have loss, loss_image"):
-        train_module.train(flags(tiny, tmp_path, 2, **options))
-    assert not (tmp_path / LOG_FILE).exists()
-
-
-def test_deepspeeds_best_checkpoint_must_have_the_states_that_it_loads(tiny, tmp_path):
-    options = {"eval_data_path": "x.json", "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
-    parsed = parse_flags(flags(tiny, tmp_path, 2, save_only_model=True, **EVALS | options))
-    check_flags(*parsed)
-    parsed[2].deepspeed = "zero2.json"
-    with pytest.raises(ValueError, match="--load_best_model_at_end: .*leave out --save_only_model"):
-        check_flags(*parsed)
 
 
 def test_bad_held_out_records_are_refused_or_counted(tiny, tmp_path, heldout, caplog):

@@ -81,29 +81,24 @@ def test_one_bit_of_a_weight_changes_the_digest(tiny, tmp_path):
 
 # --- the same files elsewhere, and others in their place --------------------------------------------------------------
 
-CONTENTS = ("pictures", "language_model_files", "vision_tower_files", "adapter_file", "eval_pictures")
-EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+CONTENTS = ("pictures", "language_model_files", "vision_tower_files", "adapter_file")
 
 
 def identity(root: Path, **overrides):
     """The identity of a stage-1 run whose files are all below `root`."""
     model_args, data_args, training_args = parse_arguments(flags(root, root / "run", 1, **overrides))
     records = load_records(data_args.data_path)
-    eval_records = load_records(data_args.eval_data_path) if data_args.eval_data_path else None
     tokenizer = training_tokenizer(model_args.model_name_or_path, training_args.model_max_length, None)
-    return run_settings(model_args, data_args, training_args, records, tokenizer, eval_records)
+    return run_settings(model_args, data_args, training_args, records, tokenizer)
 
 
 def write_pictures(root: Path, kind: str, seed: int) -> dict[str, object]:
     """Writes pictures that have equal sizes for every seed; returns the flags of a run on them."""
     pictures = {f"{i}.png": encoded(noise(size=(40, 40), seed=seed + i), "BMP") for i in range(24)}
-    if kind in ("folder", "held out"):
-        folder = root / ("data/images" if kind == "folder" else "heldout")
-        folder.mkdir(exist_ok=True)
+    if kind == "folder":
         for name, data in pictures.items():
-            (folder / name).write_bytes(data)
-        held_out = {"eval_data_path": root / "data/finetune.json", "eval_image_folder": folder}
-        return {} if kind == "folder" else held_out | EVALUATION
+            (root / "data/images" / name).write_bytes(data)
+        return {}
     if kind == "zip":
         with zipfile.ZipFile(root / "images.zip", "w") as archive:
             for name, data in pictures.items():
@@ -135,7 +130,6 @@ EXCHANGED = {
     "folder": (write_pictures, "pictures"),
     "zip": (write_pictures, "pictures"),
     "rows": (write_pictures, "pictures"),
-    "held out": (write_pictures, "eval_pictures"),
     "language model": (write_model, "language_model_files"),
     "tower": (write_model, "vision_tower_files"),
     "tower that a checkpoint names": (write_model, "vision_tower_files"),
