@@ -72,14 +72,19 @@ load_preset() { # the caller's flags
   : "${LIGER:=auto}"
 }
 
-# Takes over the one flag that other defaults depend on: the arm, which names the folders.
+# Takes over the flags that other defaults depend on: the arm names the folders, epochs replace the demo's steps.
 take_flags() {
-  local word name=""
+  local word variable=""
   [[ $# -eq 0 || $1 == -* ]] || die "$1 is not a flag of the trainer; variables stand before the command: NAME=value bash $0"
   for word in "$@"; do
-    [ "$name" != __mm_projector_norm ] || NORM=$word
-    name=${word//-/_}
-    case $name in __mm_projector_norm=*) NORM=${word#*=} ;; esac
+    [ -z "$variable" ] || printf -v "$variable" %s "$word"
+    variable=""
+    case ${word//-/_} in
+      __mm_projector_norm) variable=NORM ;;
+      __num_train_epochs) variable=EPOCHS ;;
+      __mm_projector_norm=*) NORM=${word#*=} ;;
+      __num_train_epochs=*) EPOCHS=${word#*=} ;;
+    esac
   done
 }
 

@@ -161,8 +161,9 @@ def test_llava_1_5_has_the_numbers_of_llavas_scripts(resolved):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_asked_of_a_demo_is_not_lost_behind_its_own_length(resolved, stage):
-    flags = resolved(stage, PRESET="demo", EPOCHS=3, SAVE_STEPS=20)["flags"]
+@pytest.mark.parametrize("words", [[], ["--num_train_epochs", "3"], ["--num-train-epochs=3"]])
+def test_what_is_asked_of_a_demo_is_not_lost_behind_its_own_length(resolved, stage, words):
+    flags = resolved(stage, *words, PRESET="demo", SAVE_STEPS=20, **({} if words else {"EPOCHS": 3}))["flags"]
     assert (flags["num_train_epochs"], flags["max_steps"]) == ("3", "-1")
     assert (flags["save_strategy"], flags["save_steps"]) == ("steps", "20")
 
