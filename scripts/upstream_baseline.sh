@@ -17,7 +17,8 @@ fi
 : "${PRETRAIN_DATA:=$INPUTS/stage1.json}" "${PRETRAIN_IMAGES:=$INPUTS/img}"
 : "${FINETUNE_DATA:=$INPUTS/stage2.json}" "${FINETUNE_IMAGES:=$INPUTS/img}"
 : "${ARMS:=none layernorm gwc_layernorm}" "${MAX_STEPS:=20}" "${PER_DEVICE_BATCH:=4}" "${SEED:=42}" "${MODEL_MAX_LENGTH:=2048}"
-: "${BF16:=False}" "${GRADIENT_CHECKPOINTING:=False}"
+BF16=$(is_on "${BF16:-}" && echo True || echo False)
+GRADIENT_CHECKPOINTING=$(is_on "${GRADIENT_CHECKPOINTING:-}" && echo True || echo False)
 : "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference between two losses gives status 1
 : "${OUTPUT_DIR:=outputs/upstream_baseline}"
 : "${UPSTREAM_VENV:=.venv-upstream}" "${PYTHON:=python3}"
