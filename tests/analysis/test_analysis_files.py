@@ -132,6 +132,8 @@ def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, caps
             ["vit.perceive.proj.0", "vit.layers.0.input_layernorm"],
         ),
         (["model.connector.layer_norm"], ["model.text_model.norm"]),
+        (["model.resampler_model.spatial_linear.ln", "model.resampler_model.after_norm"], ["model.norm"]),
+        (["model.vision_model.connector.ln_in", "model.vision_model.connector.ln_out"], ["model.text_model.norm"]),
     ],
 )
 def test_every_gain_of_another_models_projector_has_a_row(tmp_path, names, others):
