@@ -36,9 +36,11 @@ from llava.utils.provenance import differences
 DATA = ROOT / "docs/data"
 PLAN = DATA / "study-plan.json"
 STUDIES = {
-    "study-plan": "study-runs", "study-exploratory": "study-exploratory-runs",
-    "study-3-plan": "study-3-plan-runs", "study-3-shared": "study-3-shared-runs",
-}  # fmt: skip
+    "study-plan": "study-runs",
+    "study-exploratory": "study-exploratory-runs",
+    "study-3-plan": "study-3-plan-runs",
+    "study-3-shared": "study-3-shared-runs",
+}
 SECOND = {"study-2-short": "study-2-short-runs", "study-2-shared": "study-2-shared-runs"}  # the columns of its table
 TASKS = ("binding", "color", "count", "position", "shape")
 ARMS, SEEDS, TRIED, BEST = ["none", "layernorm"], [101, 102, 103], 301, {"none": 2e-3, "layernorm": 5e-4}
